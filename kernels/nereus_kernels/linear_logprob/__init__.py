@@ -1,0 +1,1 @@
+"""Log-probability and entropy of given tokens without the [tokens, vocabulary] array."""

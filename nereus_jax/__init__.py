@@ -1,0 +1,1 @@
+"""nereus_jax: adaptive parallelism for RL post-training on JAX."""

@@ -1,0 +1,47 @@
+"""The errors that a caller can meet; each is also the fitting standard-library error.
+
+A message is one line: what is wrong, what was got, what is allowed, and what to do. The command line prints
+the message of a `NereusError` without a traceback and exits with `exit_code`.
+"""
+
+
+class NereusError(Exception):
+    """Base class: everything that nereus_jax raises on purpose."""
+
+    exit_code = 1
+
+
+class ConfigError(NereusError, ValueError):
+    """The configuration, or a value given on the command line, is not usable."""
+
+    exit_code = 2
+
+
+class DataError(NereusError, ValueError):
+    """Prompts, tokenizer or model files are missing, malformed or do not fit together."""
+
+    exit_code = 2
+
+
+class InfeasiblePlanError(NereusError, ValueError):
+    """A plan that the devices or the model cannot take."""
+
+    exit_code = 2
+
+
+class CheckpointError(NereusError, RuntimeError):
+    """A checkpoint could not be written or read, or belongs to another model."""
+
+    exit_code = 2
+
+
+class RewardError(NereusError, RuntimeError):
+    """The reward function raised, or returned something that is not one finite number per sample."""
+
+
+class DivergenceError(NereusError, RuntimeError):
+    """Training produced a non-finite loss or gradient."""
+
+
+class WorldError(NereusError, RuntimeError):
+    """The processes or the devices of the job could not be brought together, or were lost."""

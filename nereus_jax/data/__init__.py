@@ -1,0 +1,1 @@
+"""Prompts, tokenizers and the position in the data, counted in samples."""

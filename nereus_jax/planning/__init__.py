@@ -1,0 +1,1 @@
+"""Which plan, and how to get there: works on `core` values alone, without jax."""

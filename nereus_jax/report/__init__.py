@@ -1,0 +1,1 @@
+"""What the user sees: metric files, TensorBoard, progress and the timeline."""

@@ -1,0 +1,1 @@
+"""Executes plans on devices with jax; knows no policy."""
