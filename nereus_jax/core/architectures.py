@@ -1,0 +1,123 @@
+"""The one statement of a decoder model: its sizes, its leaves, and formulas for its FLOPs and bytes.
+
+The flax modules are built from the leaf table, the planner prices it, and the Hugging Face reader maps onto it.
+Weights are stored [in, out] (the vocabulary matrices [V, D]); the leaves of all layers are stacked on a leading dim.
+"""
+
+import dataclasses
+import enum
+
+from nereus_jax.core.emu_spec import DTYPE_BYTES, EmuSpec, LeafSpec
+
+LAYER_PREFIX = "layers."
+
+
+class Head(enum.StrEnum):
+    """What a decoder ends in."""
+
+    LM = "lm"  # token logits: actor, reference
+    SCALAR = "scalar"  # one number a position: critic, reward model
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Sizes of a Llama-like decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+
+    Attributes:
+      num_layers: decoder layers.
+      embed_dim: width of the residual stream.
+      num_heads: query heads.
+      num_kv_heads: key/value heads; divides `num_heads`.
+      head_dim: width of one head.
+      mlp_dim: width of the gated feed-forward layer.
+      vocab_size: rows of the embedding.
+      rope_theta: base of the rotary frequencies.
+      norm_eps: epsilon of RMSNorm.
+      tie_embeddings: the head uses the embedding matrix.
+      max_positions: longest sequence that the model was made for.
+    """
+
+    num_layers: int
+    embed_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    vocab_size: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = True
+    max_positions: int = 4096
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, bool) and not value > 0:
+                raise ValueError(f"{field.name} must be positive, got {value!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+
+    def spec(self, head: Head, dtype: str = "float32") -> EmuSpec:
+        """The leaves of a replica with this head."""
+        d, q = self.embed_dim, self.num_heads * self.head_dim
+        kv, f = self.num_kv_heads * self.head_dim, self.mlp_dim
+        layer: list[tuple[str, tuple[int, ...], tuple[str | None, ...]]] = [
+            ("attn_norm", (d,), ("embed",)),
+            ("q", (d, q), ("embed", "heads")),
+            ("k", (d, kv), ("embed", "kv_heads")),
+            ("v", (d, kv), ("embed", "kv_heads")),
+            ("o", (q, d), ("heads", "embed")),
+            ("mlp_norm", (d,), ("embed",)),
+            ("gate", (d, f), ("embed", "mlp")),
+            ("up", (d, f), ("embed", "mlp")),
+            ("down", (f, d), ("mlp", "embed")),
+        ]
+        table = [("embed", (self.vocab_size, d), ("vocab", "embed"))]
+        table += [
+            (LAYER_PREFIX + name, (self.num_layers, *shape), ("layers", *axes))
+            for name, shape, axes in layer
+        ]
+        table.append(("final_norm", (d,), ("embed",)))
+        if head is Head.SCALAR:
+            table.append(("scalar_head", (d, 1), ("embed", None)))
+        elif not self.tie_embeddings:
+            table.append(("lm_head", (self.vocab_size, d), ("vocab", "embed")))
+        return EmuSpec(
+            leaves=tuple(
+                LeafSpec(name=name, shape=shape, dtype=dtype, logical_axes=axes)
+                for name, shape, axes in table
+            )
+        )
+
+    def layer_params(self) -> int:
+        """Elements of one layer."""
+        leaves = [x for x in self.spec(Head.LM) if x.name.startswith(LAYER_PREFIX)]
+        return sum(x.num_elements for x in leaves) // self.num_layers
+
+    def num_params(self, head: Head) -> int:
+        """Elements of the whole model."""
+        return self.spec(head).num_elements
+
+    def forward_flops(self, num_tokens: int, mean_context: float, head_tokens: int) -> float:
+        """FLOPs of one forward pass, counting a multiply-add as two.
+
+        2 * tokens * (matrix elements) + 4 * tokens * context * heads * head_dim a layer (scores and weighted sum), +
+        2 * head_tokens * V * D for the vocabulary projection. Backward is twice this; recomputation adds it once more.
+
+        Args:
+          num_tokens: tokens through the layers.
+          mean_context: mean number of positions that a token attends to.
+          head_tokens: tokens whose vocabulary projection is computed (0 for a scalar head).
+        """
+        matrices = self.layer_params() - 2 * self.embed_dim
+        attention = 4.0 * mean_context * self.num_heads * self.head_dim
+        layers = num_tokens * self.num_layers * (2.0 * matrices + attention)
+        return layers + 2.0 * head_tokens * self.vocab_size * self.embed_dim
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Bytes of keys and values that one token leaves in the cache, all layers and heads."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]

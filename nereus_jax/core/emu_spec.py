@@ -1,0 +1,167 @@
+"""What a model's state consists of, and which part of it each device holds.
+
+`EmuSpec` lists the leaves of one replica of a model: name, logical shape, dtype, logical axes. `ShardingRules` says
+which mesh axes a logical axis is split over. The two and a mesh shape give every device's box (index ranges) in the
+leaf's logical coordinates. A dim that does not divide is padded at its end up to the next multiple; padding holds
+zeros, is no part of the logical state, and stays zero under training (see `models/decoder.py`).
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+
+from nereus_jax.core.layout import DP, KV, MESH_AXES, PP, TP_AXES
+
+Box = tuple[tuple[int, int], ...]
+"""Half-open index ranges (start, stop), one for each dim of a leaf."""
+
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int8": 1}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardingRules:
+    """Logical axis -> the mesh axes it is split over; an axis that is not named is not split."""
+
+    mesh_axes: Mapping[str, tuple[str, ...]]
+
+    def __call__(self, logical_axis: str | None) -> tuple[str, ...]:
+        return self.mesh_axes.get(logical_axis, ()) if logical_axis else ()
+
+
+# The vocabulary is split over the pipeline too (Yeung et al., "Balancing Pipeline Parallelism with Vocabulary
+# Parallelism", arXiv 2411.05288): no pipeline rank is left with the embedding and the head as its own burden.
+DECODER_RULES = ShardingRules(
+    mesh_axes={
+        "layers": (PP,),
+        "vocab": (PP, *TP_AXES),
+        "heads": TP_AXES,
+        "kv_heads": (KV,),
+        "mlp": TP_AXES,
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeafSpec:
+    """One named array of a model's state, in logical (unpadded) terms.
+
+    Attributes:
+      name: dotted, unique inside the spec; `layers.` leads the stacked ones.
+      shape: logical shape.
+      dtype: a numpy or ml_dtypes name.
+      logical_axes: the logical axis of each dim, None for one that is never split.
+      zero_dim: the dim that is additionally split over dp (optimizer state under ZeRO-1), or None.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    logical_axes: tuple[str | None, ...]
+    zero_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.logical_axes):
+            raise ValueError(f"{self.name}: shape {self.shape} against axes {self.logical_axes}")
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * DTYPE_BYTES[self.dtype]
+
+    def dim_axes(self, rules: ShardingRules) -> tuple[tuple[str, ...], ...]:
+        """Mesh axes of every dim, major first."""
+        axes = [rules(a) for a in self.logical_axes]
+        if self.zero_dim is not None:
+            axes[self.zero_dim] = (*axes[self.zero_dim], DP)
+        return tuple(axes)
+
+    def num_shards(self, rules: ShardingRules, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Into how many parts each dim is cut."""
+        sizes = dict(zip(MESH_AXES, mesh_shape, strict=True))
+        return tuple(math.prod(sizes[a] for a in axes) for axes in self.dim_axes(rules))
+
+    def padded_shape(self, rules: ShardingRules, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the global array on this mesh: every dim a multiple of its shards."""
+        shards = self.num_shards(rules, mesh_shape)
+        return tuple(-(-dim // n) * n for dim, n in zip(self.shape, shards, strict=True))
+
+    def local_shape(self, rules: ShardingRules, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of one device's shard, padding included."""
+        padded = self.padded_shape(rules, mesh_shape)
+        shards = self.num_shards(rules, mesh_shape)
+        return tuple(dim // n for dim, n in zip(padded, shards, strict=True))
+
+    def local_bytes(self, rules: ShardingRules, mesh_shape: tuple[int, ...]) -> int:
+        return math.prod(self.local_shape(rules, mesh_shape)) * DTYPE_BYTES[self.dtype]
+
+    def box(
+        self, rules: ShardingRules, mesh_shape: tuple[int, ...], coordinates: tuple[int, ...]
+    ) -> Box:
+        """The index ranges of the padded array that the device at mesh `coordinates` holds."""
+        sizes = dict(zip(MESH_AXES, mesh_shape, strict=True))
+        place = dict(zip(MESH_AXES, coordinates, strict=True))
+        local = self.local_shape(rules, mesh_shape)
+        ranges: list[tuple[int, int]] = []
+        for axes, extent in zip(self.dim_axes(rules), local, strict=True):
+            position = 0
+            for axis in axes:
+                position = position * sizes[axis] + place[axis]
+            ranges.append((position * extent, (position + 1) * extent))
+        return tuple(ranges)
+
+    def with_zero(self, rules: ShardingRules, mesh_shape: tuple[int, ...]) -> "LeafSpec":
+        """This leaf with one dim also split over dp: the last one whose local extent dp divides.
+
+        A leaf with no such dim (a short vector) stays replicated over dp; it is small.
+        """
+        dp = mesh_shape[MESH_AXES.index(DP)]
+        if dp == 1:
+            return self
+        local = self.local_shape(rules, mesh_shape)
+        candidates = [i for i in range(len(local)) if local[i] % dp == 0]
+        if not candidates:
+            return self
+        return dataclasses.replace(self, zero_dim=candidates[-1])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EmuSpec:
+    """The leaves of one model's state, in a fixed order."""
+
+    leaves: tuple[LeafSpec, ...]
+    rules: ShardingRules = DECODER_RULES
+
+    def __post_init__(self) -> None:
+        names = [leaf.name for leaf in self.leaves]
+        if len(set(names)) != len(names):
+            raise ValueError(f"leaf names are not unique: {sorted(names)}")
+
+    def __iter__(self) -> Iterator[LeafSpec]:
+        return iter(self.leaves)
+
+    def __getitem__(self, name: str) -> LeafSpec:
+        for leaf in self.leaves:
+            if leaf.name == name:
+                return leaf
+        raise KeyError(name)
+
+    @property
+    def num_elements(self) -> int:
+        return sum(leaf.num_elements for leaf in self.leaves)
+
+    def with_dtype(self, dtype: str) -> "EmuSpec":
+        """The same leaves in another dtype."""
+        leaves = tuple(dataclasses.replace(leaf, dtype=dtype) for leaf in self.leaves)
+        return dataclasses.replace(self, leaves=leaves)
+
+    def with_zero(self, mesh_shape: tuple[int, ...]) -> "EmuSpec":
+        """The same leaves, each also split over dp where it can be: optimizer state under ZeRO-1."""
+        leaves = tuple(leaf.with_zero(self.rules, mesh_shape) for leaf in self.leaves)
+        return dataclasses.replace(self, leaves=leaves)
+
+    def local_bytes(self, mesh_shape: tuple[int, ...]) -> int:
+        """Bytes that one device holds, padding included; the same for every device."""
+        return sum(leaf.local_bytes(self.rules, mesh_shape) for leaf in self.leaves)
