@@ -1,1 +1,61 @@
-"""nereus_jax: adaptive parallelism for RL post-training on JAX."""
+"""nereus_jax: adaptive parallelism for RL post-training on JAX.
+
+Public names resolve on first use (PEP 562), so that `import nereus_jax.planning` loads no jax.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from nereus_jax.core.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        DivergenceError,
+        InfeasiblePlanError,
+        NereusError,
+        RewardError,
+        StorageError,
+        WorldError,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "DivergenceError",
+    "InfeasiblePlanError",
+    "NereusError",
+    "RewardError",
+    "StorageError",
+    "WorldError",
+    "__version__",
+]
+
+# Public name -> the module that defines it. A name stands here, in __all__ and under TYPE_CHECKING.
+_MODULE_OF: Final = {
+    "CheckpointError": "nereus_jax.core.errors",
+    "ConfigError": "nereus_jax.core.errors",
+    "DataError": "nereus_jax.core.errors",
+    "DivergenceError": "nereus_jax.core.errors",
+    "InfeasiblePlanError": "nereus_jax.core.errors",
+    "NereusError": "nereus_jax.core.errors",
+    "RewardError": "nereus_jax.core.errors",
+    "StorageError": "nereus_jax.core.errors",
+    "WorldError": "nereus_jax.core.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

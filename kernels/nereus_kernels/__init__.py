@@ -1,1 +1,1 @@
-"""Accelerator kernels of nereus_jax: one folder per operation, each with a reference as its contract."""
+"""Accelerator kernels of nereus_jax: a folder per operation, each with a reference as contract."""

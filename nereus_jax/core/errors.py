@@ -1,7 +1,7 @@
 """The errors that a caller can meet; each is also the fitting standard-library error.
 
-A message is one line: what is wrong, what was got, what is allowed, and what to do. The command line prints
-the message of a `NereusError` without a traceback and exits with `exit_code`.
+A message is one line: what is wrong, what was got, what is allowed, and what to do. The command
+line prints the message of a `NereusError` without a traceback and exits with `exit_code`.
 """
 
 
@@ -36,7 +36,7 @@ class CheckpointError(NereusError, RuntimeError):
 
 
 class RewardError(NereusError, RuntimeError):
-    """The reward function raised, or returned something that is not one finite number per sample."""
+    """The reward function raised, or did not return one finite number per sample."""
 
 
 class DivergenceError(NereusError, RuntimeError):
@@ -45,3 +45,7 @@ class DivergenceError(NereusError, RuntimeError):
 
 class WorldError(NereusError, RuntimeError):
     """The processes or the devices of the job could not be brought together, or were lost."""
+
+
+class StorageError(NereusError, OSError):
+    """A file of the run could not be written: the disk is full, or the place cannot be written."""
