@@ -1,7 +1,9 @@
-"""The one statement of a decoder model: its sizes, its leaves, and formulas for its FLOPs and bytes.
+"""The one statement of a decoder model: its sizes, its leaves, and formulas for its FLOPs and
+bytes.
 
-The flax modules are built from the leaf table, the planner prices it, and the Hugging Face reader maps onto it.
-Weights are stored [in, out] (the vocabulary matrices [V, D]); the leaves of all layers are stacked on a leading dim.
+The flax modules are built from the leaf table, the planner prices it, and the Hugging Face reader
+maps onto it. Weights are stored [in, out] (the vocabulary matrices [V, D]); the leaves of all
+layers are stacked on a leading dim.
 """
 
 import dataclasses
@@ -105,8 +107,9 @@ class DecoderConfig:
     def forward_flops(self, num_tokens: int, mean_context: float, head_tokens: int) -> float:
         """FLOPs of one forward pass, counting a multiply-add as two.
 
-        2 * tokens * (matrix elements) + 4 * tokens * context * heads * head_dim a layer (scores and weighted sum), +
-        2 * head_tokens * V * D for the vocabulary projection. Backward is twice this; recomputation adds it once more.
+        2 * tokens * (matrix elements) + 4 * tokens * context * heads * head_dim a layer (scores and
+        weighted sum), + 2 * head_tokens * V * D for the vocabulary projection. Backward is twice
+        this; recomputation adds it once more.
 
         Args:
           num_tokens: tokens through the layers.

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass(frozen=True, order=True)
 class DeviceId:
-    """A device named by its host (process index) and its index on that host; never by a backend's id."""
+    """A device named by its host (process index) and its index on that host; never by a backend's
+    id."""
 
     host: int
     index: int

@@ -1,9 +1,10 @@
 """What a model's state consists of, and which part of it each device holds.
 
-`EmuSpec` lists the leaves of one replica of a model: name, logical shape, dtype, logical axes. `ShardingRules` says
-which mesh axes a logical axis is split over. The two and a mesh shape give every device's box (index ranges) in the
-leaf's logical coordinates. A dim that does not divide is padded at its end up to the next multiple; padding holds
-zeros, is no part of the logical state, and stays zero under training (see `models/decoder.py`).
+`EmuSpec` lists the leaves of one replica of a model: name, logical shape, dtype, logical axes.
+`ShardingRules` says which mesh axes a logical axis is split over. The two and a mesh shape give
+every device's box (index ranges) in the leaf's logical coordinates. A dim that does not divide is
+padded at its end up to the next multiple; padding holds zeros, is no part of the logical state, and
+stays zero under training (see `models/decoder.py`).
 """
 
 import dataclasses
@@ -28,8 +29,9 @@ class ShardingRules:
         return self.mesh_axes.get(logical_axis, ()) if logical_axis else ()
 
 
-# The vocabulary is split over the pipeline too (Yeung et al., "Balancing Pipeline Parallelism with Vocabulary
-# Parallelism", arXiv 2411.05288): no pipeline rank is left with the embedding and the head as its own burden.
+# The vocabulary is split over the pipeline too (Yeung et al., "Balancing Pipeline Parallelism with
+# Vocabulary Parallelism", arXiv 2411.05288): no pipeline rank is left with the embedding and the
+# head as its own burden.
 DECODER_RULES = ShardingRules(
     mesh_axes={
         "layers": (PP,),
@@ -158,8 +160,8 @@ class EmuSpec:
         return dataclasses.replace(self, leaves=leaves)
 
     def with_zero(self, mesh_shape: tuple[int, ...]) -> "EmuSpec":
-        """The same leaves, each also split over dp where it can be: optimizer state under ZeRO-1."""
-        leaves = tuple(leaf.with_zero(self.rules, mesh_shape) for leaf in self.leaves)
+        """The same leaves, each also split over dp where it can be: optimizer state under
+        ZeRO-1.""" leaves = tuple(leaf.with_zero(self.rules, mesh_shape) for leaf in self.leaves)
         return dataclasses.replace(self, leaves=leaves)
 
     def local_bytes(self, mesh_shape: tuple[int, ...]) -> int:

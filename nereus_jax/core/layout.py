@@ -1,8 +1,9 @@
 """ParallelLayout and the mesh that it stands for.
 
-A mesh has four axes, (dp, pp, kv, kvr). Tensor parallelism is the product of the last two: `kv` shards the
-key/value heads, and the `kvr` ranks of one `kv` position share a copy of their heads. So a tp degree above the
-number of key/value heads needs no padded or duplicated tensor: replication is what the sharding says.
+A mesh has four axes, (dp, pp, kv, kvr). Tensor parallelism is the product of the last two: `kv`
+shards the key/value heads, and the `kvr` ranks of one `kv` position share a copy of their heads. So
+a tp degree above the number of key/value heads needs no padded or duplicated tensor: replication is
+what the sharding says.
 """
 
 import dataclasses

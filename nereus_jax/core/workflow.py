@@ -1,7 +1,8 @@
 """The dataflow of an algorithm: which model-stage reads and writes what.
 
-This is the only place that knows the order of a step. The trainer dispatches from it, the cost model takes its critical
-path from it, and the simulator replays it: order and concurrency follow from the names that calls read and write.
+This is the only place that knows the order of a step. The trainer dispatches from it, the cost
+model takes its critical path from it, and the simulator replays it: order and concurrency follow
+from the names that calls read and write.
 """
 
 import dataclasses
@@ -70,7 +71,8 @@ class Workflow:
     def waves(self) -> tuple[tuple[Call, ...], ...]:
         """Calls grouped by the earliest moment at which their inputs exist.
 
-        Calls of one wave do not depend on each other: on disjoint devices they run at the same time.
+        Calls of one wave do not depend on each other: on disjoint devices they run at the same
+        time.
 
         Raises:
           ValueError: an input is produced by no call, or calls depend on each other in a circle.
@@ -97,7 +99,8 @@ def ppo(*, reward_model: bool, reference: bool, recompute_old_logprobs: bool) ->
     Args:
       reward_model: rewards come (also) from a reward model, not from a function alone.
       reference: a frozen reference model gives the KL penalty.
-      recompute_old_logprobs: the old log-probabilities come from a SCORE pass, not from the rollout.
+      recompute_old_logprobs: the old log-probabilities come from a SCORE pass, not from the
+        rollout.
     """
     calls: list[Call] = [
         StageCall(model_stage=ACTOR_GENERATE, inputs=("prompts",), outputs=("rollout",)),

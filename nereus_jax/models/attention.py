@@ -1,0 +1,98 @@
+"""Grouped-query attention over whole rows and over a KV cache, and the match of query heads to
+key/value heads.
+
+Shapes: B batch, S sequence, Q query positions of one block, H query heads held here, G key/value
+heads, K head dim, R = H / G.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from nereus_jax.core.architectures import DecoderConfig
+from nereus_jax.models.mesh_axes import MeshAxes, axis_index
+
+MASKED_SCORE = -1e30
+QUERY_BLOCK = 512
+
+
+def match_heads(
+    num_heads_here: int, k_BSGK: jax.Array, v_BSGK: jax.Array, config: DecoderConfig, axes: MeshAxes
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values such that query head i held here uses key/value head i // R.
+
+    Where tp divides the key/value heads, or they divide tp, this holds as it is. Otherwise (6
+    key/value heads on tp = 4) a device's query heads use its key/value heads unevenly, and each
+    query head gets its own copy.
+    """
+    held = k_BSGK.shape[2]
+    kv_ranks = config.num_kv_heads // held
+    tp_ranks = config.num_heads // num_heads_here
+    if held == 1 or kv_ranks == tp_ranks:
+        return k_BSGK, v_BSGK
+    first = axis_index(axes.tp) * num_heads_here
+    heads_H = first + jnp.arange(num_heads_here)
+    index_H = heads_H * config.num_kv_heads // config.num_heads - axis_index(axes.kv) * held
+    return jnp.take(k_BSGK, index_H, axis=2), jnp.take(v_BSGK, index_H, axis=2)
+
+
+def _attend(
+    q_BQHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask_BQS: jax.Array
+) -> jax.Array:
+    """softmax(q k^T / sqrt(K)) v with scores and weights in float32; mask [B or 1, Q, S]."""
+    batch, length, heads, head_dim = q_BQHK.shape
+    groups = k_BSGK.shape[2]
+    q_BQGRK = q_BQHK.reshape(batch, length, groups, heads // groups, head_dim)
+    scores = jnp.einsum(
+        "bqgrk,bsgk->bgrqs", q_BQGRK, k_BSGK, preferred_element_type=jnp.float32
+    ) * (head_dim**-0.5)
+    scores = jnp.where(mask_BQS[:, None, None, :, :], scores, MASKED_SCORE)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v_BSGK.dtype)
+    out = jnp.einsum("bgrqs,bsgk->bqgrk", weights, v_BSGK)
+    return out.reshape(batch, length, heads, head_dim)
+
+
+def causal_attention(
+    q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, query_block: int = QUERY_BLOCK
+) -> jax.Array:
+    """Causal attention over whole rows.
+
+    Rows longer than `query_block` go block by block of queries, each block recomputed in the
+    backward pass, so that the scores take B*H*query_block*S elements rather than B*H*S*S.
+
+    Returns:
+      [B, S, H, K] in the dtype of the values.
+    """
+    batch, length, heads, head_dim = q_BSHK.shape
+    columns_S = jnp.arange(length)
+    if length <= query_block:
+        mask = columns_S[None, None, :] <= columns_S[None, :, None]
+        return _attend(q_BSHK, k_BSGK, v_BSGK, mask)
+    num_blocks = -(-length // query_block)
+    padding = num_blocks * query_block - length
+    padded = jnp.pad(q_BSHK, ((0, 0), (0, padding), (0, 0), (0, 0)))
+    blocks = padded.reshape(batch, num_blocks, query_block, heads, head_dim).swapaxes(0, 1)
+
+    @jax.checkpoint
+    def block(args: tuple[jax.Array, jax.Array]) -> jax.Array:
+        q_BQHK, start = args
+        rows_Q = start + jnp.arange(query_block)
+        mask = columns_S[None, None, :] <= rows_Q[None, :, None]
+        return _attend(q_BQHK, k_BSGK, v_BSGK, mask)
+
+    out = lax.map(block, (blocks, jnp.arange(num_blocks) * query_block))
+    out = out.swapaxes(0, 1).reshape(batch, num_blocks * query_block, heads, head_dim)
+    return out[:, :length]
+
+
+def cached_attention(
+    q_BHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, positions_B: jax.Array
+) -> jax.Array:
+    """Attention of one new token a row, at `positions_B`, over a cache that holds it already.
+
+    Returns:
+      [B, 1, H, K].
+    """
+    columns_S = jnp.arange(k_BSGK.shape[1])
+    mask_BQS = (columns_S[None, :] <= positions_B[:, None])[:, None, :]
+    return _attend(q_BHK[:, None], k_BSGK, v_BSGK, mask_BQS)

@@ -1,0 +1,220 @@
+"""A Llama-like decoder in flax.nnx, with its layers stacked, built from the leaf table of
+`core/architectures.py`.
+
+The modules work on whole arrays and, inside a manual `shard_map`, on one device's shards: head
+counts are read off the shapes, and the collectives of tensor parallelism (one all-reduce after
+attention, one after the feed-forward, Shoeybi et al. 2019) are written out. Padding keeps itself at
+zero: a padded layer has zero output projections, so it adds nothing to the residual stream and
+  every one of its gradients is exactly zero.
+
+Shapes: B batch, S sequence, D embed, H query heads and G key/value heads held here, K head dim, R
+query heads per key/value head, V vocabulary rows held here, L layers held here.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from nereus_jax.core.architectures import LAYER_PREFIX, DecoderConfig, Head
+from nereus_jax.core.emu_spec import EmuSpec
+from nereus_jax.models.attention import causal_attention, match_heads
+from nereus_jax.models.mesh_axes import UNSHARDED, MeshAxes, axis_index, psum
+
+
+def rms_norm(x_BSD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
+    """x * rsqrt(mean(x^2) + eps) * scale, computed in float32 (Zhang and Sennrich 2019)."""
+    x32 = x_BSD.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    scale = scale_D.astype(jnp.float32)[None, None, :]
+    return (x32 * inverse * scale).astype(x_BSD.dtype)
+
+
+def rope_tables(
+    positions_BS: jax.Array, head_dim: int, theta: float
+) -> tuple[jax.Array, jax.Array]:
+    """cos and sin [B, S, 1, K/2] of the rotary angles position * theta^(-2i/K) (Su et al. 2021)."""
+    inverse_K = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angles = positions_BS.astype(jnp.float32)[:, :, None, None] * inverse_K[None, None, None, :]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rope(x_BSHK: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates the two halves of each head (the half-split order of Hugging Face's Llama)."""
+    x1, x2 = jnp.split(x_BSHK.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
+    return rotated.astype(x_BSHK.dtype)
+
+
+class Block(nnx.Module):
+    """One decoder layer: attention and a gated feed-forward, each with a norm before it."""
+
+    def __init__(self, config: DecoderConfig, axes: MeshAxes, dtype: str, rngs: nnx.Rngs):
+        self.config = config
+        self.axes = axes
+        for leaf in config.spec(Head.LM, dtype):
+            if leaf.name.startswith(LAYER_PREFIX):
+                name = leaf.name.removeprefix(LAYER_PREFIX)
+                setattr(self, name, _param(name, leaf.shape[1:], leaf.dtype, rngs))
+
+    def qkv(
+        self, x_BSD: jax.Array, cos: jax.Array, sin: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Rotated queries [B, S, H, K] and keys [B, S, G, K], and values [B, S, G, K]."""
+        batch, length, _ = x_BSD.shape
+        h_BSD = rms_norm(x_BSD, self.attn_norm[...], self.config.norm_eps)
+        q, k, v = (
+            (h_BSD @ w[...]).reshape(batch, length, -1, self.config.head_dim)
+            for w in (self.q, self.k, self.v)
+        )
+        return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
+
+    def match_heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values in the order in which the query heads held here use them."""
+        return match_heads(q.shape[2], k, v, self.config, self.axes)
+
+    def output(self, x_BSD: jax.Array, attended_BSHK: jax.Array) -> jax.Array:
+        """Adds the attention output, then the feed-forward output, to the residual stream."""
+        batch, length, _ = x_BSD.shape
+        flat = attended_BSHK.reshape(batch, length, -1)
+        x_BSD = x_BSD + psum(flat @ self.o[...], self.axes.tp)
+        h_BSD = rms_norm(x_BSD, self.mlp_norm[...], self.config.norm_eps)
+        gated = jax.nn.silu(h_BSD @ self.gate[...]) * (h_BSD @ self.up[...])
+        return x_BSD + psum(gated @ self.down[...], self.axes.tp)
+
+    def __call__(
+        self, x_BSD: jax.Array, cos: jax.Array, sin: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """Full causal attention over rows that start at column 0; also returns keys and values."""
+        q, k, v = self.qkv(x_BSD, cos, sin)
+        attended = causal_attention(q, *self.match_heads(q, k, v))
+        return self.output(x_BSD, attended), (k, v)
+
+
+class Decoder(nnx.Module):
+    """Embedding, stacked layers, final norm and a head; the head's work is the caller's.
+
+    Rows are right padded and start at column 0, so the causal mask alone keeps padding out.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        head: Head,
+        *,
+        axes: MeshAxes = UNSHARDED,
+        dtype: str = "float32",
+        rngs: nnx.Rngs,
+    ):
+        self.config = config
+        self.head = head
+        self.axes = axes
+        for leaf in config.spec(head, dtype):
+            if not leaf.name.startswith(LAYER_PREFIX):
+                setattr(self, leaf.name, _param(leaf.name, leaf.shape, leaf.dtype, rngs))
+
+        @nnx.split_rngs(splits=config.num_layers)
+        @nnx.vmap
+        def stacked(layer_rngs: nnx.Rngs) -> Block:
+            return Block(config, axes, dtype, layer_rngs)
+
+        self.layers = stacked(rngs)
+
+    @property
+    def vocab_offset(self) -> jax.Array | int:
+        """Token id of the first vocabulary row held here."""
+        return axis_index(self.axes.vocab) * self.embed.shape[0]
+
+    @property
+    def head_VD(self) -> jax.Array:
+        """The rows of the vocabulary projection held here."""
+        return self.embed[...] if self.config.tie_embeddings else self.lm_head[...]
+
+    def embed_tokens(self, tokens_BS: jax.Array) -> jax.Array:
+        """Embeddings [B, S, D]; each device looks up the rows it holds, and the parts are
+        summed.""" table_VD = self.embed[...]
+        if not self.axes.vocab:
+            return table_VD[tokens_BS]
+        rows_BS = tokens_BS - self.vocab_offset
+        here_BS = (rows_BS >= 0) & (rows_BS < table_VD.shape[0])
+        found_BSD = table_VD[jnp.clip(rows_BS, 0, table_VD.shape[0] - 1)]
+        return psum(jnp.where(here_BS[:, :, None], found_BSD, 0), self.axes.vocab)
+
+    def run_layers(self, x_BSD: jax.Array, *, remat: bool = False) -> jax.Array:
+        """The layers held here over whole rows, positions counted from column 0."""
+        cos, sin = self.rope(jnp.arange(x_BSD.shape[1])[None, :])
+        graphdef, stacked = nnx.split(self.layers)
+
+        def body(x: jax.Array, layer: nnx.State) -> tuple[jax.Array, None]:
+            return nnx.merge(graphdef, layer)(x, cos, sin)[0], None
+
+        return jax.lax.scan(jax.checkpoint(body) if remat else body, x_BSD, stacked)[0]
+
+    def rope(self, positions_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Rotary tables for positions [B or 1, S]."""
+        return rope_tables(positions_BS, self.config.head_dim, self.config.rope_theta)
+
+    def normalize(self, x_BSD: jax.Array) -> jax.Array:
+        """The final norm."""
+        return rms_norm(x_BSD, self.final_norm[...], self.config.norm_eps)
+
+    def scalars(self, hidden_BSD: jax.Array) -> jax.Array:
+        """The scalar head's output [B, S], float32."""
+        return (hidden_BSD.astype(jnp.float32) @ self.scalar_head[...].astype(jnp.float32))[..., 0]
+
+    def __call__(self, tokens_BS: jax.Array) -> jax.Array:
+        """Logits [B, S, V] or values [B, S] of a whole model on one device: for tests and small
+        inputs.""" hidden_BSD = self.normalize(self.run_layers(self.embed_tokens(tokens_BS)))
+        if self.head is Head.SCALAR:
+            return self.scalars(hidden_BSD)
+        return jnp.einsum(
+            "bsd,vd->bsv", hidden_BSD, self.head_VD, preferred_element_type=jnp.float32
+        )
+
+
+def _param(name: str, shape: tuple[int, ...], dtype: str, rngs: nnx.Rngs) -> nnx.Param:
+    return nnx.Param(initial_values(name, shape, rngs.params()).astype(dtype))
+
+
+def initial_values(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
+    """Initial values of a leaf: ones for norms, zeros for a scalar head, else normal(0, 0.02)."""
+    if name.endswith("norm"):
+        return jnp.ones(shape, jnp.float32)
+    if name == "scalar_head":
+        return jnp.zeros(shape, jnp.float32)
+    return 0.02 * jax.random.normal(key, shape, jnp.float32)
+
+
+def decoder_graphdef(config: DecoderConfig, head: Head, axes: MeshAxes) -> nnx.GraphDef:
+    """The structure of a decoder without its arrays; made outside any trace."""
+    module = nnx.eval_shape(lambda: Decoder(config, head, axes=axes, rngs=nnx.Rngs(0)))
+    return nnx.split(module)[0]
+
+
+def bind(graphdef: nnx.GraphDef, params: Mapping[str, jax.Array]) -> Decoder:
+    """A decoder over named arrays (whole ones, or one device's shards)."""
+    nested: dict[str, object] = {}
+    for name, value in params.items():
+        if name.startswith(LAYER_PREFIX):
+            nested.setdefault("layers", {})[name.removeprefix(LAYER_PREFIX)] = value  # type: ignore[index]
+        else:
+            nested[name] = value
+    return nnx.merge(graphdef, nested)
+
+
+def flat_params(module: Decoder) -> dict[str, jax.Array]:
+    """The named arrays of a decoder: the inverse of `bind`."""
+    flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
+    return {".".join(str(p) for p in path): leaf[...] for path, leaf in flat}
+
+
+def check_spec(spec: EmuSpec, params: Mapping[str, jax.Array]) -> None:
+    """Raises ValueError if the arrays are not the leaves of `spec`."""
+    expected = {leaf.name: leaf.shape for leaf in spec}
+    got = {name: tuple(x.shape) for name, x in params.items()}
+    if expected != got:
+        wrong = sorted(n for n in {*expected, *got} if expected.get(n) != got.get(n))
+        raise ValueError(
+            f"leaves differ from the spec: {[(n, got.get(n), expected.get(n)) for n in wrong]}"
+        )
