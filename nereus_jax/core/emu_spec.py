@@ -160,8 +160,8 @@ class EmuSpec:
         return dataclasses.replace(self, leaves=leaves)
 
     def with_zero(self, mesh_shape: tuple[int, ...]) -> "EmuSpec":
-        """The same leaves, each also split over dp where it can be: optimizer state under
-        ZeRO-1.""" leaves = tuple(leaf.with_zero(self.rules, mesh_shape) for leaf in self.leaves)
+        """The same leaves, also split over dp where they can be: optimizer state of ZeRO-1."""
+        leaves = tuple(leaf.with_zero(self.rules, mesh_shape) for leaf in self.leaves)
         return dataclasses.replace(self, leaves=leaves)
 
     def local_bytes(self, mesh_shape: tuple[int, ...]) -> int:

@@ -19,7 +19,8 @@ class Placement:
     def __post_init__(self) -> None:
         if len(self.devices) != self.layout.num_devices:
             raise InfeasiblePlanError(
-                f"layout {self.layout} needs {self.layout.num_devices} devices, got {len(self.devices)}"
+                f"layout {self.layout} needs {self.layout.num_devices} devices, "
+                f"got {len(self.devices)}"
             )
         if len(set(self.devices)) != len(self.devices):
             raise InfeasiblePlanError(
@@ -55,8 +56,8 @@ class Plan:
             missing = [str(d) for d in placement.devices if d not in alive]
             if missing:
                 raise InfeasiblePlanError(
-                    f"{model_stage} is placed on {', '.join(missing)}, which the pool of {len(pool)} "
-                    f"devices does not have; use devices of the pool or fewer of them"
+                    f"{model_stage} is placed on {', '.join(missing)}, which the pool of "
+                    f"{len(pool)} devices does not have; use devices of the pool or fewer of them"
                 )
 
     def to_json(self) -> dict[str, dict[str, object]]:

@@ -5,7 +5,7 @@ The modules work on whole arrays and, inside a manual `shard_map`, on one device
 counts are read off the shapes, and the collectives of tensor parallelism (one all-reduce after
 attention, one after the feed-forward, Shoeybi et al. 2019) are written out. Padding keeps itself at
 zero: a padded layer has zero output projections, so it adds nothing to the residual stream and
-  every one of its gradients is exactly zero.
+every one of its gradients is exactly zero.
 
 Shapes: B batch, S sequence, D embed, H query heads and G key/value heads held here, K head dim, R
 query heads per key/value head, V vocabulary rows held here, L layers held here.
@@ -132,8 +132,8 @@ class Decoder(nnx.Module):
         return self.embed[...] if self.config.tie_embeddings else self.lm_head[...]
 
     def embed_tokens(self, tokens_BS: jax.Array) -> jax.Array:
-        """Embeddings [B, S, D]; each device looks up the rows it holds, and the parts are
-        summed.""" table_VD = self.embed[...]
+        """Embeddings [B, S, D]: the sum of what each device finds in the rows it holds."""
+        table_VD = self.embed[...]
         if not self.axes.vocab:
             return table_VD[tokens_BS]
         rows_BS = tokens_BS - self.vocab_offset
@@ -164,8 +164,8 @@ class Decoder(nnx.Module):
         return (hidden_BSD.astype(jnp.float32) @ self.scalar_head[...].astype(jnp.float32))[..., 0]
 
     def __call__(self, tokens_BS: jax.Array) -> jax.Array:
-        """Logits [B, S, V] or values [B, S] of a whole model on one device: for tests and small
-        inputs.""" hidden_BSD = self.normalize(self.run_layers(self.embed_tokens(tokens_BS)))
+        """Logits [B, S, V] or values [B, S] of a whole model on one device, for small inputs."""
+        hidden_BSD = self.normalize(self.run_layers(self.embed_tokens(tokens_BS)))
         if self.head is Head.SCALAR:
             return self.scalars(hidden_BSD)
         return jnp.einsum(
