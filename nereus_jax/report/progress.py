@@ -45,10 +45,8 @@ class ProgressReporter:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        stream = sys.stderr if stream is None else stream
-        self._console = Console(
-            file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True
-        )
+        self._stream = sys.stderr if stream is None else stream
+        self._console = Console(file=self._stream, highlight=False, markup=False, emoji=False)
         self._num_steps = num_steps
         self._clock = clock
         self._live: Live | None = None
@@ -91,7 +89,7 @@ class ProgressReporter:
         if self._live is None:
             self._print(line)
         else:
-            self._live.update(Text(line), refresh=True)
+            self._live.update(Text(line), refresh=True)  # wraps where the terminal is narrow
 
     def message(self, text: str) -> None:
         """Print a line of text; on a terminal above the live line."""
@@ -110,8 +108,10 @@ class ProgressReporter:
         self.close()
 
     def _print(self, line: str) -> None:
-        self._console.print(Text(line))
-        self._console.file.flush()
+        if self._live is None:
+            print(line, file=self._stream, flush=True)
+        else:
+            self._live.console.print(Text(line))
 
 
 def format_step(

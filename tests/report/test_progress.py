@@ -102,6 +102,20 @@ def test_terminal_has_a_live_line_with_the_same_text(
     assert text.index("\x1b[?25l") < text.rindex("\x1b[?25h")  # the cursor goes and comes back
 
 
+def test_a_narrow_terminal_wraps_and_loses_nothing(
+    terminal: tuple[io.TextIOWrapper, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, reader = terminal
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    with ProgressReporter(100, stream=stream, clock=ticks().__next__) as reporter:
+        reporter.start(2)
+        reporter.step(ROW)
+    words = os.read(reader, 65536).decode().split()
+    assert " ".join(LINE.split(" | elapsed")[0].split()[-4:]) in " ".join(words)
+    assert "elapsed" in words
+
+
 def test_ctrl_c_gives_the_cursor_back(
     terminal: tuple[io.TextIOWrapper, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
