@@ -1,0 +1,57 @@
+"""The run configuration: a ConfigDict becomes typed, checked, frozen dataclasses; no jax."""
+
+from nereus_jax.config.checks import MODEL_STAGES, resolve_plan
+from nereus_jax.config.load import load_config_file
+from nereus_jax.config.parse import config_to_json, default_config, fingerprint, parse_config
+from nereus_jax.config.plan_entry import (
+    PlanEntry,
+    check_plan_against_devices,
+    check_plan_against_model,
+    parse_plan_entry,
+)
+from nereus_jax.config.schema import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    KLConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ReportConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    ScoreConfig,
+    TokenizerConfig,
+    TrainConfig,
+    WarmupConfig,
+)
+
+__all__ = [
+    "MODEL_STAGES",
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "DataConfig",
+    "EvalConfig",
+    "KLConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PlanEntry",
+    "ReportConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "ScoreConfig",
+    "TokenizerConfig",
+    "TrainConfig",
+    "WarmupConfig",
+    "check_plan_against_devices",
+    "check_plan_against_model",
+    "config_to_json",
+    "default_config",
+    "fingerprint",
+    "load_config_file",
+    "parse_config",
+    "parse_plan_entry",
+    "resolve_plan",
+]

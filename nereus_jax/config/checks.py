@@ -1,0 +1,246 @@
+"""Checks between the fields of a run configuration, and its plan; no device needed."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from nereus_jax.config.plan_entry import PlanEntry, check_plan_against_model, divisors
+from nereus_jax.config.schema import RunConfig
+from nereus_jax.core.errors import ConfigError
+
+MODEL_STAGES = (
+    "actor-TRAIN",
+    "critic-TRAIN",
+    "actor-GENERATE",
+    "actor-SCORE",
+    "reference-SCORE",
+    "critic-SCORE",
+    "reward-SCORE",
+)
+"""The model-stages that a plan may name; reward-SCORE exists only with a reward model. TRAIN comes
+first so that a mistake in an entry is shown under its own name, not under one that falls back."""
+
+_FALLBACK = {
+    "actor-GENERATE": "actor-TRAIN",
+    "actor-SCORE": "actor-TRAIN",
+    "reference-SCORE": "actor-TRAIN",
+    "critic-SCORE": "critic-TRAIN",
+}
+_SIZES = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")
+
+
+def resolve_plan(config: RunConfig) -> dict[str, PlanEntry]:
+    """The layout of every model-stage of the run.
+
+    actor-GENERATE, actor-SCORE and reference-SCORE fall back to actor-TRAIN, critic-SCORE to
+    critic-TRAIN, with the devices of that entry.
+
+    Raises:
+      ConfigError: an entry without a fallback is missing.
+    """
+    plan: dict[str, PlanEntry] = {}
+    for name in MODEL_STAGES:
+        if name == "reward-SCORE" and not config.reward.model_path:
+            continue
+        entry = config.plan.get(name, config.plan.get(_FALLBACK.get(name, name)))
+        if entry is None:
+            missing = _FALLBACK.get(name, name)
+            raise ConfigError(
+                f"plan: {missing!r} is missing, got entries for {list(config.plan) or 'nothing'}; "
+                f"set config.plan['{missing}'] = 'dp=1,pp=1,tp=1' (or larger degrees)"
+            )
+        plan[name] = entry
+    return plan
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def _nearest(numbers: Iterable[int], wanted: int) -> str:
+    """The nearest smaller and the nearest larger number, in words; '' when there is neither."""
+    candidates = set(numbers) - {wanted}
+    below = [n for n in candidates if n < wanted]
+    above = [n for n in candidates if n > wanted]
+    return " or ".join(
+        str(n) for n in ([max(below)] if below else []) + ([min(above)] if above else [])
+    )
+
+
+def _check_model(config: RunConfig) -> None:
+    model = config.model
+    if model.path:
+        _check_path("model.path", model.path, Path.is_dir, "directory with config.json and weights")
+        return
+    missing = [name for name in _SIZES if getattr(model, name) == 0]
+    _require(
+        not missing,
+        f"model: neither 'path' nor all sizes are given, missing {', '.join(missing)}; set "
+        f"config.model.path to a Hugging Face directory, or config.model.{(missing or _SIZES)[0]} "
+        "and the like to the sizes of a random model",
+    )
+    _require(
+        model.num_heads % model.num_kv_heads == 0,
+        f"model.num_kv_heads={model.num_kv_heads} does not divide model.num_heads="
+        f"{model.num_heads}; allowed: {', '.join(map(str, divisors(model.num_heads)))}",
+    )
+    _require(
+        model.head_dim % 2 == 0,
+        f"model.head_dim must be even (rotary positions turn pairs), got {model.head_dim}; "
+        f"such as {model.head_dim + 1}",
+    )
+    longest = config.data.max_prompt_length + config.rollout.max_response_length
+    _require(
+        longest <= model.max_positions,
+        f"data.max_prompt_length={config.data.max_prompt_length} + rollout.max_response_length="
+        f"{config.rollout.max_response_length} = {longest} tokens exceed model.max_positions="
+        f"{model.max_positions}; raise max_positions or shorten prompts or responses",
+    )
+
+
+def _check_path(key: str, text: str, exists: Callable[[Path], bool], what: str) -> None:
+    path = Path(text).expanduser()
+    if exists(path):
+        return
+    wrong = "exists but is not such a thing" if path.exists() else "does not exist"
+    raise ConfigError(
+        f"{key}: expected a {what}, got {text!r}, which {wrong} (looked for "
+        f"{str(path.absolute())!r}); set config.{key} to an existing one"
+    )
+
+
+def _check_data(config: RunConfig) -> None:
+    for key, value in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        form = "'path/to/file.jsonl' or 'task:NAME'"
+        _require(bool(value), f"{key} is empty; set config.{key} to {form}")
+        if value.startswith("task:"):
+            name = value.removeprefix("task:")
+            _require(bool(name.strip()), f"{key}={value!r} names no task; write {form}")
+        else:
+            _check_path(key, value, Path.is_file, "JSONL file (or 'task:NAME')")
+    tokenizer = config.tokenizer
+    if tokenizer.kind == "huggingface":
+        _require(
+            bool(tokenizer.path or config.model.path),
+            "tokenizer.kind='huggingface' needs a directory, got empty tokenizer.path and "
+            "model.path; set config.tokenizer.path",
+        )
+        if tokenizer.path:
+            _check_path("tokenizer.path", tokenizer.path, Path.is_dir, "tokenizer directory")
+
+
+def _check_reward(config: RunConfig) -> None:
+    reward = config.reward
+    _require(
+        bool(reward.function) != bool(reward.model_path),
+        f"reward: exactly one of 'function' and 'model_path' must be given, got "
+        f"{reward.function!r} and {reward.model_path!r}; set config.reward.function = "
+        "'package.module.function' or config.reward.model_path to a reward model directory",
+    )
+    if reward.model_path:
+        _check_path("reward.model_path", reward.model_path, Path.is_dir, "reward model directory")
+    else:
+        parts = reward.function.split(".")
+        _require(
+            len(parts) > 1 and all(part.isidentifier() for part in parts),
+            f"reward.function must be a dotted name such as 'package.module.function', got "
+            f"{reward.function!r}",
+        )
+    _require(
+        bool(reward.model_path) or "reward-SCORE" not in config.plan,
+        "plan.reward-SCORE is given, but the run has no reward model (reward.model_path is empty); "
+        "drop the entry or set config.reward.model_path",
+    )
+
+
+def _check_rollout(config: RunConfig) -> None:
+    rollout = config.rollout
+    _require(
+        "" not in rollout.stop,
+        f"rollout.stop holds an empty string, got {rollout.stop!r}; an empty string ends every "
+        "response at once: drop it",
+    )
+    if rollout.source == "recorded":
+        _require(
+            bool(rollout.recorded_dir),
+            "rollout.source='recorded' needs rollout.recorded_dir, got ''; set "
+            "config.rollout.recorded_dir to a directory of recorded rollouts",
+        )
+        _check_path("rollout.recorded_dir", rollout.recorded_dir, Path.is_dir, "rollout directory")
+        _require(
+            not rollout.record,
+            "rollout.record=True with rollout.source='recorded' would record the recording; set "
+            "one of config.rollout.record = False and config.rollout.source = 'live'",
+        )
+
+
+def _check_algorithm(config: RunConfig) -> None:
+    minibatch, rows = config.algorithm.minibatch_size, config.rollout.batch_size
+    _require(
+        rows % minibatch == 0,
+        f"algorithm.minibatch_size={minibatch} does not divide rollout.batch_size={rows}; nearest "
+        f"that do: {_nearest(divisors(rows), minibatch)}",
+    )
+    kl = config.algorithm.kl
+    _require(
+        kl.controller == "fixed" or kl.coef > 0,
+        "algorithm.kl.coef must be > 0 with algorithm.kl.controller='adaptive', got 0: the "
+        "controller multiplies it and it would stay 0; set a coef or controller='fixed'",
+    )
+
+
+def _check_microbatches(config: RunConfig, name: str, entry: PlanEntry) -> None:
+    """Checks that a minibatch is a whole number of microbatches on every replica."""
+    minibatch, micro = config.algorithm.minibatch_size, config.train.microbatch_size
+    unit = entry.dp * micro
+    if minibatch % unit:
+        options = {
+            "dp": _nearest(divisors(minibatch // micro), entry.dp)
+            if minibatch % micro == 0
+            else "",
+            "train.microbatch_size": (
+                _nearest(divisors(minibatch // entry.dp), micro)
+                if minibatch % entry.dp == 0
+                else ""
+            ),
+            "algorithm.minibatch_size": _nearest(
+                (d for d in divisors(config.rollout.batch_size) if d % unit == 0), minibatch
+            ),
+        }
+        if not any(options.values()):
+            near = _nearest((minibatch // unit * unit, (minibatch // unit + 1) * unit), minibatch)
+            near = near.removeprefix("0 or ")
+            options["algorithm.minibatch_size with a rollout.batch_size it divides"] = near
+        works = "; ".join(f"{key}: {value}" for key, value in options.items() if value)
+        raise ConfigError(
+            f"algorithm.minibatch_size={minibatch} is not a multiple of dp * microbatch = "
+            f"{entry.dp} * {micro} = {unit} of plan.{name}; nearest that work: {works}"
+        )
+    microbatches, flush = minibatch // unit, config.train.pipeline_microbatches
+    if entry.pp > 1 and flush and microbatches % flush:
+        raise ConfigError(
+            f"train.pipeline_microbatches={flush} does not divide the {microbatches} microbatches "
+            f"of a minibatch in plan.{name} ({minibatch} rows / ({entry.dp} * {micro})); nearest "
+            f"that work: {_nearest(divisors(microbatches), flush)}, or 0 for all in one flush"
+        )
+
+
+def _check_plan(config: RunConfig) -> None:
+    plan = resolve_plan(config)
+    for name, entry in plan.items():
+        if name.endswith("-TRAIN"):
+            _check_microbatches(config, name, entry)
+    if not config.model.path:
+        own = {name: entry for name, entry in plan.items() if name != "reward-SCORE"}
+        check_plan_against_model(own, config.model.num_heads, config.model.num_layers)
+
+
+def check_run(config: RunConfig) -> None:
+    """Checks what no single field shows.
+
+    Raises:
+      ConfigError: the first mistake found.
+    """
+    for check in (_check_model, _check_data, _check_reward, _check_rollout, _check_algorithm):
+        check(config)
+    _check_plan(config)

@@ -1,0 +1,322 @@
+"""Every key of a run configuration: its type, default, unit and allowed values.
+
+The text under a field documents it. A field without a default must be given. The classes hold the
+bounds and the allowed values as annotations; `nereus_jax.config.parse` enforces them.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from nereus_jax.config.constraints import (
+    AtLeastOne,
+    Decay,
+    FiniteFloat,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveProbability,
+    Probability,
+)
+from nereus_jax.config.plan_entry import PlanEntry
+
+DType = Literal["float32", "bfloat16"]
+TaskOption = bool | int | float | str | tuple[bool | int | float | str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The actor's model; critic and reference have the same sizes."""
+
+    path: str = ""
+    """Hugging Face directory; its config.json then gives the sizes and the ones here are not read.
+    Empty: a model with random weights of the sizes below."""
+    num_layers: NonNegativeInt = 0
+    """Decoder layers; > 0 without `path`."""
+    embed_dim: NonNegativeInt = 0
+    """Width of the residual stream; > 0 without `path`."""
+    num_heads: NonNegativeInt = 0
+    """Query heads; > 0 without `path`."""
+    num_kv_heads: NonNegativeInt = 0
+    """Key and value heads, a divisor of `num_heads`; > 0 without `path`."""
+    head_dim: NonNegativeInt = 0
+    """Width of a head, even (RoPE turns pairs); > 0 without `path`."""
+    mlp_dim: NonNegativeInt = 0
+    """Hidden width of the MLP; > 0 without `path`."""
+    vocab_size: NonNegativeInt = 0
+    """Rows of the embedding; 0: as many as the tokenizer has tokens."""
+    rope_theta: PositiveFloat = 10000.0
+    """Base of the rotary frequencies."""
+    norm_eps: PositiveFloat = 1e-5
+    """Added to the mean square in RMSNorm."""
+    tie_embeddings: bool = True
+    """Whether the output projection is the embedding."""
+    max_positions: PositiveInt = 4096
+    """Longest sequence (prompt and response), in tokens."""
+    param_dtype: DType = "float32"
+    """Type of the master weights of TRAIN: float32 or bfloat16."""
+    compute_dtype: DType = "float32"
+    """Type of activations and of the weights in a computation: float32 or bfloat16."""
+    matmul_precision: Literal["default", "high", "highest"] = "default"
+    """Precision of matrix products: default, high or highest."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """How text becomes tokens."""
+
+    kind: Literal["characters", "huggingface"] = "characters"
+    """characters: one token per character; huggingface: a tokenizer directory."""
+    path: str = ""
+    """Tokenizer directory for huggingface; empty: `model.path`."""
+    characters: str = ""
+    """The alphabet for characters; empty: the tokenizer's default."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Prompts for training and evaluation."""
+
+    train: str
+    """'path/to/file.jsonl' or 'task:NAME' for a procedural task."""
+    eval: str
+    """The same for evaluation."""
+    train_size: NonNegativeInt = 0
+    """Problems of a training task."""
+    eval_size: NonNegativeInt = 0
+    """Problems of an evaluation task."""
+    prompt_field: str = "prompt"
+    """Field of a JSONL record with the prompt."""
+    answer_field: str = "answer"
+    """Field of a JSONL record with the answer."""
+    chat_template: bool = False
+    """Whether the tokenizer's chat template wraps a prompt."""
+    system_prompt: str = ""
+    """System message of the chat template."""
+    prompt_suffix: str = ""
+    """Text appended to every prompt."""
+    max_prompt_length: PositiveInt
+    """Longest prompt, in tokens: the P of every batch."""
+    overlong: Literal["drop", "cut"] = "drop"
+    """A prompt beyond `max_prompt_length`: drop it, or cut it to its last tokens."""
+    task_options: Mapping[str, TaskOption] = dataclasses.field(default_factory=dict, hash=False)
+    """Options of the procedural task: any key, with a bool, number, string or a list of them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """Where the scalar reward of a response comes from: a function or a reward model, not both."""
+
+    function: str = ""
+    """Dotted name of a reward function, 'package.module.function'."""
+    model_path: str = ""
+    """Hugging Face directory of a reward model."""
+    success_threshold: FiniteFloat = 1.0
+    """A reward of at least this counts as a success in the metrics."""
+    clip: NonNegativeFloat = 0.0
+    """Rewards are clipped to [-clip, clip]; 0: not at all."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Generation of responses in training."""
+
+    batch_size: PositiveInt
+    """Prompts, and so rows, per step."""
+    max_response_length: PositiveInt
+    """Longest response, in tokens, the end-of-sequence token included: the T of every batch."""
+    temperature: PositiveFloat = 1.0
+    """Logits are divided by it; > 0 because greedy rollouts do not explore."""
+    top_k: NonNegativeInt = 0
+    """Sample among the k likeliest tokens; 0: all."""
+    top_p: PositiveProbability = 1.0
+    """Sample among the likeliest tokens that hold this mass; 1: all."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response."""
+    source: Literal["live", "recorded"] = "live"
+    """live: generate; recorded: replay the files of `recorded_dir`."""
+    record: bool = False
+    """Whether the rollouts are saved for a later replay."""
+    recorded_dir: str = ""
+    """Directory of recorded rollouts; must exist for source recorded."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WarmupConfig:
+    """Supervised training of the actor on the answers, before step 0."""
+
+    num_steps: NonNegativeInt = 0
+    """Optimizer updates; 0: no warm-up."""
+    batch_size: PositiveInt = 64
+    """Rows per update."""
+    learning_rate: PositiveFloat = 1e-3
+    """Constant learning rate."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KLConfig:
+    """The penalty for leaving the reference model."""
+
+    coef: NonNegativeFloat = 0.05
+    """Weight of the penalty; the first one with an adaptive controller."""
+    place: Literal["reward", "loss", "none"] = "reward"
+    """Subtracted from the token rewards, added to the actor's loss, or not used."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """k1: -log r; k2: (log r)^2 / 2; k3: r - 1 - log r, with r = reference / actor."""
+    controller: Literal["fixed", "adaptive"] = "fixed"
+    """fixed: `coef` throughout; adaptive: proportional control towards `target`."""
+    target: PositiveFloat = 0.1
+    """KL that the adaptive controller steers to, in nats per sequence."""
+    horizon_samples: PositiveInt = 10000
+    """Time constant of the adaptive controller, in samples."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """The policy-gradient algorithm."""
+
+    name: Literal["ppo"] = "ppo"
+    """ppo."""
+    epochs: PositiveInt = 1
+    """Passes over the rows of a step."""
+    minibatch_size: PositiveInt
+    """Rows per optimizer update, a divisor of `rollout.batch_size`."""
+    gamma: Probability = 1.0
+    """Discount per token, 0 to 1."""
+    gae_lambda: Probability = 0.95
+    """Decay of the advantage estimate, 0 to 1."""
+    clip: PositiveFloat = 0.2
+    """The probability ratio is clipped to [1 - clip, 1 + clip]."""
+    value_clip: NonNegativeFloat = 0.2
+    """Values move by at most this much from the rollout's; 0: unclipped."""
+    kl: KLConfig = dataclasses.field(default_factory=KLConfig)
+    """The penalty for leaving the reference model."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus."""
+    whiten_advantages: bool = True
+    """Whether advantages get mean 0 and variance 1 over the valid tokens of the step."""
+    aggregation: Literal["token", "sequence"] = "token"
+    """Loss: mean over all tokens, or over the rows of their means."""
+    old_logprobs: Literal["auto", "rollout", "recompute", "corrected"] = "auto"
+    """Log-probs of the behaviour policy: as sampled, recomputed by the training engine, or
+    recomputed with an importance correction; auto: rollout for float32 compute, recompute for
+    bfloat16."""
+    correction_cap: AtLeastOne = 2.0
+    """Largest importance weight of the correction, >= 1."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """One optimizer with its schedule."""
+
+    name: Literal["adamw"] = "adamw"
+    """adamw."""
+    learning_rate: PositiveFloat
+    """Learning rate after the warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay of the learning rate to 0 over the run: constant (none), linear or cosine."""
+    warmup_steps: NonNegativeInt = 0
+    """Updates over which the learning rate rises from 0."""
+    b1: Decay = 0.9
+    """Decay of the first moment, 0 <= b1 < 1."""
+    b2: Decay = 0.95
+    """Decay of the second moment, 0 <= b2 < 1."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: NonNegativeFloat = 1.0
+    """Gradients are scaled down to this global norm; 0: not at all."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How a TRAIN model-stage runs a minibatch."""
+
+    microbatch_size: PositiveInt
+    """Rows per microbatch and data-parallel replica."""
+    pipeline_microbatches: NonNegativeInt = 0
+    """Microbatches per pipeline flush; 0: all of a minibatch in one flush."""
+    remat: Literal["none", "layer"] = "none"
+    """layer: recompute the activations of a layer in the backward pass."""
+    zero1: bool = False
+    """Whether the optimizer state is sharded over the replicas."""
+    balance: bool = True
+    """Whether rows are dealt to the replicas by length."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreConfig:
+    """How a SCORE model-stage runs."""
+
+    microbatch_size: NonNegativeInt = 0
+    """Rows per microbatch and replica; 0: `train.microbatch_size`."""
+    token_chunk: PositiveInt = 1024
+    """Tokens per chunk of the vocabulary projection."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Saving and resuming."""
+
+    every: NonNegativeInt = 0
+    """Steps between checkpoints; 0: only at the end and on an interrupt."""
+    keep: PositiveInt = 2
+    """Checkpoints that stay on disk."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: go on from the newest checkpoint of the run directory; never: start anew."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Evaluation on held-out prompts."""
+
+    every: NonNegativeInt = 0
+    """Steps between evaluations; 0: none."""
+    num_prompts: PositiveInt = 200
+    """Prompts per evaluation."""
+    temperature: NonNegativeFloat = 1.0
+    """Logits are divided by it; 0: greedy."""
+    batch_size: NonNegativeInt = 0
+    """Prompts generated at once; 0: `rollout.batch_size`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """What a run writes besides its metrics."""
+
+    tensorboard: bool = True
+    """Whether the metrics also go to TensorBoard files."""
+    samples_per_step: NonNegativeInt = 2
+    """Responses per step that are written as text."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run."""
+
+    num_steps: PositiveInt
+    """RL steps."""
+    seed: NonNegativeInt = 0
+    """Seed of initialization, data order and sampling."""
+    emulated_devices: NonNegativeInt = 0
+    """N > 0: run on N emulated CPU devices per process; 0: on the real ones."""
+    compilation_cache_dir: str = ""
+    """Directory of the persistent compilation cache; empty: none."""
+    model: ModelConfig
+    tokenizer: TokenizerConfig
+    data: DataConfig
+    reward: RewardConfig
+    rollout: RolloutConfig
+    warmup: WarmupConfig
+    algorithm: AlgorithmConfig
+    actor_optimizer: OptimizerConfig
+    critic_optimizer: OptimizerConfig
+    train: TrainConfig
+    score: ScoreConfig
+    plan: Mapping[str, PlanEntry] = dataclasses.field(default_factory=dict, hash=False)
+    """Model-stage -> layout, as given; `resolve_plan` adds the model-stages that fall back."""
+    checkpoint: CheckpointConfig
+    eval: EvalConfig
+    report: ReportConfig
