@@ -1,8 +1,10 @@
 """The progress line: its text, and both ways to show it (a real terminal through a pty)."""
 
+import contextlib
 import io
 import os
 import pty
+import threading
 from collections import deque
 from collections.abc import Iterator
 
@@ -75,26 +77,51 @@ def test_plain_is_one_line_a_step_and_no_control_characters() -> None:
     assert others[1:] == ["step 2/3 | elapsed 0:02 | left 0:01", "saved [3]"]
 
 
+class Terminal:
+    """A terminal of the system: `stream` writes to it, `text` closes it and returns all it got.
+
+    A thread reads: the system's buffer is small, and a writer to a full one would wait for ever.
+    """
+
+    def __init__(self) -> None:
+        self._reader, writer = pty.openpty()
+        self.stream = os.fdopen(writer, "w")
+        self._chunks: list[bytes] = []
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):  # EIO: the writer has closed it
+            while chunk := os.read(self._reader, 4096):
+                self._chunks.append(chunk)
+
+    def text(self) -> str:
+        self.stream.close()
+        self._thread.join(timeout=30)
+        return b"".join(self._chunks).decode()
+
+    def close(self) -> None:
+        self.text()
+        os.close(self._reader)
+
+
 @pytest.fixture
-def terminal() -> Iterator[tuple[io.TextIOWrapper, int]]:
-    """A terminal of the system: the stream to write to, and the descriptor that reads it."""
-    reader, writer = pty.openpty()
-    with os.fdopen(writer, "w") as stream:
-        yield stream, reader
-    os.close(reader)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    yield terminal
+    terminal.close()
 
 
 def test_terminal_has_a_live_line_with_the_same_text(
-    terminal: tuple[io.TextIOWrapper, int], monkeypatch: pytest.MonkeyPatch
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream, reader = terminal
-    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "400")
-    with ProgressReporter(100, stream=stream, clock=ticks().__next__) as reporter:
+    with ProgressReporter(100, stream=terminal.stream, clock=ticks().__next__) as reporter:
         reporter.start(2)
         reporter.step(ROW)
         reporter.message("saved")
-    text = os.read(reader, 65536).decode()
+    text = terminal.text()
     assert "step 3/100 running" in text
     assert LINE.split(" | elapsed")[0] in text
     assert "saved" in text
@@ -103,27 +130,22 @@ def test_terminal_has_a_live_line_with_the_same_text(
 
 
 def test_a_narrow_terminal_wraps_and_loses_nothing(
-    terminal: tuple[io.TextIOWrapper, int], monkeypatch: pytest.MonkeyPatch
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream, reader = terminal
-    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "60")
-    with ProgressReporter(100, stream=stream, clock=ticks().__next__) as reporter:
+    with ProgressReporter(100, stream=terminal.stream, clock=ticks().__next__) as reporter:
         reporter.start(2)
         reporter.step(ROW)
-    words = os.read(reader, 65536).decode().split()
+    words = terminal.text().split()
     assert " ".join(LINE.split(" | elapsed")[0].split()[-4:]) in " ".join(words)
     assert "elapsed" in words
 
 
-def test_ctrl_c_gives_the_cursor_back(
-    terminal: tuple[io.TextIOWrapper, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream, reader = terminal
-    monkeypatch.setenv("TERM", "xterm")
-    with pytest.raises(KeyboardInterrupt), ProgressReporter(9, stream=stream) as reporter:
+def test_ctrl_c_gives_the_cursor_back(terminal: Terminal) -> None:
+    reporter = ProgressReporter(9, stream=terminal.stream)
+    with pytest.raises(KeyboardInterrupt), reporter:
         reporter.start()
         reporter.step({"step": 0})
         raise KeyboardInterrupt
     reporter.close()
-    assert os.read(reader, 65536).decode().rstrip().endswith("\x1b[?25h")
+    assert terminal.text().rstrip().endswith("\x1b[?25h")
