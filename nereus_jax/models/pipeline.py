@@ -36,6 +36,8 @@ def run_pipeline(
     """
     num_ranks = axis_size(axes.pp)
     num_microbatches = x_MBSD.shape[0]
+    # Cast here and not inside the loop, where the backward pass would sum over pp in every tick.
+    x_MBSD = varying(x_MBSD, axes.pp)
     if num_ranks == 1:
         if num_microbatches == 1:
             return layers(x_MBSD[0])[None]
@@ -50,8 +52,9 @@ def run_pipeline(
         out_BSD = layers(jnp.where(rank == 0, first_BSD, received_BSD))
         return lax.ppermute(out_BSD, axes.pp, ring), out_BSD
 
-    start = varying(jnp.zeros_like(x_MBSD[0]), axes.pp)
-    _, outs = lax.scan(tick, start, jnp.arange(num_microbatches + num_ranks - 1))
+    _, outs = lax.scan(
+        tick, jnp.zeros_like(x_MBSD[0]), jnp.arange(num_microbatches + num_ranks - 1)
+    )
     return outs[num_ranks - 1 :]
 
 

@@ -1,0 +1,144 @@
+"""The named sharded pytree of a model-stage: how the leaves of an `EmuSpec` lie on a mesh.
+
+State is a flat dict of named global arrays. A global array has the leaf's padded shape on its mesh;
+padding is zero.
+"""
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from nereus_jax.core.architectures import DecoderConfig, Head
+from nereus_jax.core.emu_spec import EmuSpec, LeafSpec, ShardingRules
+from nereus_jax.core.layout import MESH_AXES
+from nereus_jax.core.plan import Placement
+from nereus_jax.core.roles import ModelStage
+from nereus_jax.models.decoder import initial_values
+from nereus_jax.runtime.world import World
+
+Params = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Site:
+    """Where a model-stage lives: its placement and the mesh made of it."""
+
+    model_stage: ModelStage
+    placement: Placement
+    mesh: Mesh
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        return tuple(self.mesh.shape[a] for a in MESH_AXES)
+
+    def sharding(self, *spec: str | tuple[str, ...] | None) -> NamedSharding:
+        """The sharding with this partition spec on the mesh."""
+        return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+    def leaf_sharding(self, leaf: LeafSpec, rules: ShardingRules) -> NamedSharding:
+        """How a leaf lies on the mesh."""
+        return NamedSharding(self.mesh, partition_spec(leaf, rules))
+
+    def shardings(self, spec: EmuSpec) -> dict[str, NamedSharding]:
+        """How every leaf lies on the mesh."""
+        return {leaf.name: self.leaf_sharding(leaf, spec.rules) for leaf in spec}
+
+    def abstract(self, spec: EmuSpec) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and shardings of the global arrays, nothing allocated."""
+        return {
+            leaf.name: jax.ShapeDtypeStruct(
+                leaf.padded_shape(spec.rules, self.mesh_shape),
+                jnp.dtype(leaf.dtype),
+                sharding=self.leaf_sharding(leaf, spec.rules),
+            )
+            for leaf in spec
+        }
+
+
+def make_site(
+    world: World, model_stage: ModelStage, placement: Placement, num_kv_heads: int
+) -> Site:
+    """Builds the mesh of a model-stage."""
+    mesh = world.mesh(placement, num_kv_heads)
+    return Site(model_stage=model_stage, placement=placement, mesh=mesh)
+
+
+def partition_spec(leaf: LeafSpec, rules: ShardingRules) -> PartitionSpec:
+    """The leaf's mesh axes as a PartitionSpec."""
+    return PartitionSpec(*(axes if axes else None for axes in leaf.dim_axes(rules)))
+
+
+def initialize(config: DecoderConfig, head: Head, site: Site, dtype: str, seed: int) -> Params:
+    """Random parameters; the same values on every mesh."""
+    spec = config.spec(head, dtype)
+    shardings = site.shardings(spec)
+
+    def make(key: jax.Array) -> Params:
+        params = {}
+        for leaf in spec:
+            # The crc of the name is stable between runs; Python's hash of a string is not.
+            leaf_key = jax.random.fold_in(key, zlib.crc32(leaf.name.encode()))
+            name = leaf.name.rsplit(".", 1)[-1]
+            values = initial_values(name, leaf.shape, leaf_key).astype(leaf.dtype)
+            params[leaf.name] = pad_to(values, leaf.padded_shape(spec.rules, site.mesh_shape))
+        return params
+
+    key = jax.random.key(seed, impl="threefry2x32")
+    return jax.jit(make, out_shardings=shardings)(key)
+
+
+def pad_to(values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Zeros at the end of every dim, up to `shape`."""
+    return jnp.pad(values, [(0, n - m) for m, n in zip(values.shape, shape, strict=True)])
+
+
+def load(
+    spec: EmuSpec,
+    site: Site,
+    read: Callable[[str, tuple[slice, ...]], np.ndarray],
+) -> Params:
+    """Fills a mesh from a source of tensors, each device's shard read on its own.
+
+    Args:
+      spec: the leaves wanted.
+      site: where they go.
+      read: (leaf name, index in logical coordinates) -> values; called for local devices only.
+    """
+    return {leaf.name: _load_leaf(leaf, spec.rules, site, read) for leaf in spec}
+
+
+def _load_leaf(
+    leaf: LeafSpec,
+    rules: ShardingRules,
+    site: Site,
+    read: Callable[[str, tuple[slice, ...]], np.ndarray],
+) -> jax.Array:
+    padded = leaf.padded_shape(rules, site.mesh_shape)
+    dtype = jnp.dtype(leaf.dtype)
+
+    def shard(index: tuple[slice, ...]) -> np.ndarray:
+        ranges = [s.indices(n)[:2] for s, n in zip(index, padded, strict=True)]
+        inside = [(min(a, n), min(b, n)) for (a, b), n in zip(ranges, leaf.shape, strict=True)]
+        block = np.zeros([b - a for a, b in ranges], dtype)
+        if math.prod(b - a for a, b in inside):
+            values = read(leaf.name, tuple(slice(a, b) for a, b in inside))
+            block[tuple(slice(0, b - a) for a, b in inside)] = values.astype(dtype)
+        return block
+
+    sharding = site.leaf_sharding(leaf, rules)
+    return jax.make_array_from_callback(padded, sharding, shard, dtype=dtype)
+
+
+def live_bytes_per_device(arrays: Mapping[str, jax.Array]) -> dict[jax.Device, int]:
+    """Bytes that the arrays take on each local device, shared buffers counted once a call."""
+    totals: dict[jax.Device, int] = {}
+    for array in arrays.values():
+        for shard in array.addressable_shards:
+            totals[shard.device] = totals.get(shard.device, 0) + shard.data.nbytes
+    return totals

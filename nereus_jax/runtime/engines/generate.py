@@ -1,0 +1,126 @@
+"""The GENERATE engine: prompts in, sampled responses and their log-probabilities out.
+
+Shapes: B rows, P prompt, T response.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from nereus_jax.core.architectures import DecoderConfig, Head
+from nereus_jax.core.layout import DP
+from nereus_jax.models.decoder import bind, decoder_graphdef
+from nereus_jax.models.generate import Generator
+from nereus_jax.models.mesh_axes import SHARDED
+from nereus_jax.models.sampling import SamplingConfig
+from nereus_jax.runtime import host
+from nereus_jax.runtime.emu import Params, Site, partition_spec
+from nereus_jax.runtime.programs import Program, ProgramCache, ProgramKey
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateEngine:
+    """Generates with one actor on one site.
+
+    Attributes:
+      config: the model.
+      site: where it lives.
+      dtype: of its weights and its KV cache.
+      precision: of matrix products, a `jax.default_matmul_precision` name.
+      programs: where compiled programs are kept.
+    """
+
+    config: DecoderConfig
+    site: Site
+    dtype: str
+    precision: str
+    programs: ProgramCache
+
+    def padded_rows(self, num_rows: int) -> int:
+        """Rows of the compiled batch: every replica holds pp equal groups."""
+        multiple = self.site.placement.layout.dp * self.site.placement.layout.pp
+        return -(-num_rows // multiple) * multiple
+
+    def program(self, num_rows: int, prompt_width: int, sampling: SamplingConfig) -> Program:
+        """The compiled program for a batch of this shape."""
+        rows = self.padded_rows(num_rows)
+        key = ProgramKey.at(self.site, "generate", (rows, prompt_width, sampling, self.dtype))
+        return self.programs.get(key, lambda: self._lower(rows, prompt_width, sampling))
+
+    def dispatch(
+        self,
+        params: Params,
+        tokens_BP: np.ndarray,
+        prompt_lengths_B: np.ndarray,
+        sample_indices_B: np.ndarray,
+        seed: int,
+        sampling: SamplingConfig,
+    ) -> Mapping[str, jax.Array]:
+        """Starts generation; the arrays hold the padded rows until `collect` cuts them.
+
+        Args:
+          params: the model's arrays on this site.
+          tokens_BP: right-padded prompts.
+          prompt_lengths_B: their lengths.
+          sample_indices_B: global sample counters below 2^32, which with `seed` name the draws.
+          seed: 0 <= seed < 2^32.
+          sampling: how tokens are drawn.
+
+        Returns:
+          tokens [B, T], logprobs [B, T], lengths [B], finished [B].
+        """
+        num_rows, width = tokens_BP.shape
+        program = self.program(num_rows, width, sampling)
+        missing = self.padded_rows(num_rows) - num_rows
+        rows = self.site.sharding((DP,))
+        arguments = [
+            host.put(np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)), rows)
+            for x in (
+                tokens_BP.astype(np.int32),
+                prompt_lengths_B.astype(np.int32),
+                sample_indices_B.astype(np.uint32),
+            )
+        ]
+        seed_array = host.put(np.uint32(seed), self.site.sharding())
+        return program.run(params, *arguments, seed_array)
+
+    def _lower(self, rows: int, prompt_width: int, sampling: SamplingConfig) -> jax.stages.Lowered:
+        spec = self.config.spec(Head.LM, self.dtype)
+        graphdef = decoder_graphdef(self.config, Head.LM, SHARDED)
+
+        def generate(
+            params: Params,
+            tokens_NP: jax.Array,
+            prompt_lengths_N: jax.Array,
+            sample_indices_N: jax.Array,
+            seed: jax.Array,
+        ) -> dict[str, jax.Array]:
+            generator = Generator(bind(graphdef, params), sampling)
+            names = ("tokens", "logprobs", "lengths", "finished")
+            outputs = generator(tokens_NP, prompt_lengths_N, sample_indices_N, seed)
+            return dict(zip(names, outputs, strict=True))
+
+        by_row = PartitionSpec(DP)
+        mapped = jax.shard_map(
+            generate,
+            mesh=self.site.mesh,
+            in_specs=(
+                {leaf.name: partition_spec(leaf, spec.rules) for leaf in spec},
+                by_row,
+                by_row,
+                by_row,
+                PartitionSpec(),
+            ),
+            out_specs=by_row,
+            check_vma=False,
+        )
+        row_sharding = self.site.sharding((DP,))
+        shapes = [((rows, prompt_width), jnp.int32), ((rows,), jnp.int32), ((rows,), jnp.uint32)]
+        abstract = [jax.ShapeDtypeStruct(s, d, sharding=row_sharding) for s, d in shapes]
+        seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=self.site.sharding())
+        with jax.default_matmul_precision(self.precision):
+            return jax.jit(mapped).lower(self.site.abstract(spec), *abstract, seed)

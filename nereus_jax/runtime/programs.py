@@ -1,0 +1,97 @@
+"""Programs compiled ahead of time, kept by what they depend on, with what their compilation cost."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Hashable
+
+import jax
+
+from nereus_jax.runtime.emu import Site
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramKey:
+    """What a compiled program depends on: model-stage, layout, devices, and everything static."""
+
+    model_stage: str
+    name: str
+    layout: str
+    devices: tuple[str, ...]
+    static: Hashable
+
+    @classmethod
+    def at(cls, site: Site, name: str, static: Hashable) -> "ProgramKey":
+        """The key of a program on a site."""
+        return cls(
+            model_stage=str(site.model_stage),
+            name=name,
+            layout=str(site.placement.layout),
+            devices=tuple(str(d) for d in site.placement.devices),
+            static=static,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """A compiled program and its costs.
+
+    Attributes:
+      run: the executable; it takes arrays with exactly the compiled shapes and shardings.
+      compile_s: seconds that tracing, lowering and compiling took.
+      argument_bytes: per device, as XLA counts them.
+      output_bytes: per device; outputs that reuse an argument's buffer are in `alias_bytes` too.
+      temp_bytes: per device, what the program needs beside arguments and outputs while it runs.
+      alias_bytes: per device, outputs that take over an argument's memory.
+    """
+
+    run: jax.stages.Compiled
+    compile_s: float
+    argument_bytes: int
+    output_bytes: int
+    temp_bytes: int
+    alias_bytes: int
+
+
+class ProgramCache:
+    """Compiled programs of a job; `get` compiles on the first use."""
+
+    def __init__(self) -> None:
+        self._programs: dict[ProgramKey, Program] = {}
+
+    def get(self, key: ProgramKey, lower: Callable[[], jax.stages.Lowered]) -> Program:
+        """The program of this key, lowered by `lower` and compiled if it is not there yet."""
+        if key not in self._programs:
+            start_s = time.perf_counter()
+            compiled = lower().compile()
+            self._programs[key] = _program(compiled, time.perf_counter() - start_s)
+        return self._programs[key]
+
+    def items(self) -> tuple[tuple[ProgramKey, Program], ...]:
+        """All programs, in the order in which they were compiled."""
+        return tuple(self._programs.items())
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds spent compiling so far."""
+        return sum(p.compile_s for p in self._programs.values())
+
+    @property
+    def largest_temp_bytes(self) -> int:
+        """The largest temporary of any program, per device."""
+        return max((p.temp_bytes for p in self._programs.values()), default=0)
+
+
+def _program(compiled: jax.stages.Compiled, compile_s: float) -> Program:
+    memory = compiled.memory_analysis()
+
+    def size(name: str) -> int:
+        return int(getattr(memory, name, 0) or 0)
+
+    return Program(
+        run=compiled,
+        compile_s=compile_s,
+        argument_bytes=size("argument_size_in_bytes"),
+        output_bytes=size("output_size_in_bytes"),
+        temp_bytes=size("temp_size_in_bytes"),
+        alias_bytes=size("alias_size_in_bytes"),
+    )
