@@ -1,4 +1,5 @@
-"""What SCORE and TRAIN compute: response-aligned outputs of a batch of whole rows, inside `shard_map`.
+"""What SCORE and TRAIN compute: response-aligned outputs of a batch of whole rows, inside
+`shard_map`.
 
 Shapes: M microbatches of one pipeline flush, B rows of one, N = M * B, S sequence, T response,
 D embed. Rows are right padded: prompt, response, padding.

@@ -2,14 +2,14 @@
 
 The rows of a replica are split into pp groups. In prefill the groups pass through the pipeline as
 microbatches. In decode, tick t has rank r work on group (t - r) mod pp: the group that leaves the
-last rank in tick t has its next token drawn and enters rank 0 in tick t + 1, so that after the first
-pp - 1 ticks no rank idles. With pp = 1 this is a plain decode loop.
+last rank in tick t has its next token drawn and enters rank 0 in tick t + 1, so that after the
+first pp - 1 ticks no rank idles. With pp = 1 this is a plain decode loop.
 
 Runs inside a manual `shard_map` (without the check of replication, as some loop carries agree
 between devices in ways that it cannot prove).
 
-Shapes: N rows of a replica = G groups of B rows, P prompt, T response, S = P + T cache, L layers held
-here, H query heads and C key/value heads held here, K head dim, D embed.
+Shapes: N rows of a replica = G groups of B rows, P prompt, T response, S = P + T cache, L layers
+held here, H query heads and C key/value heads held here, K head dim, D embed.
 """
 
 import dataclasses
@@ -264,7 +264,8 @@ class Generator:
         samples_GB: jax.Array,
         seed: jax.Array,
     ) -> DecodeState:
-        """Draws the next token of the group that left the last rank, `since` ticks after its first."""
+        """Draws the next token of the group that left the last rank, `since` ticks after its
+        first."""
         groups, _, max_tokens = state.tokens.shape
         group = since % groups
         index = since // groups + 1

@@ -61,7 +61,7 @@ def varying(tree: Tree, axes: tuple[str, ...]) -> Tree:
     """Marks arrays as differing along `axes`, as the carry of a loop has to be from its start."""
 
     def cast(x: jax.Array) -> jax.Array:
-        have = getattr(jax.typeof(x), "vma", frozenset())
+        have = jax.typeof(x).manual_axis_type.varying
         missing = tuple(a for a in axes if a not in have)
         return lax.pcast(x, missing, to="varying") if missing else x
 

@@ -1,7 +1,7 @@
 """Sampling one token a row from hidden states, with the vocabulary split over devices.
 
-A draw is the argmax of perturbed logits (the Gumbel-max trick). The noise of vocabulary entry v is a
-function of (seed, sample index, response position, v) alone, evaluated with the threefry counter
+A draw is the argmax of perturbed logits (the Gumbel-max trick). The noise of vocabulary entry v is
+a function of (seed, sample index, response position, v) alone, evaluated with the threefry counter
 hash at exactly the entries that a device holds: no layout, batch size or batch order changes it.
 
 Shapes: B rows, D embed, V vocabulary rows held here, K kept entries.

@@ -3,10 +3,14 @@
 import dataclasses
 import time
 from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
 
 import jax
 
 from nereus_jax.runtime.emu import Site
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,14 +24,24 @@ class ProgramKey:
     static: Hashable
 
     @classmethod
-    def at(cls, site: Site, name: str, static: Hashable) -> "ProgramKey":
-        """The key of a program on a site."""
+    def of(
+        cls, site: Site, engine: "DataclassInstance", name: str, *shape: Hashable
+    ) -> "ProgramKey":
+        """The key of an engine's program for one shape: all fields of the engine count.
+
+        Args:
+          site: where the program runs.
+          engine: a frozen dataclass; fields that do not compare (`compare=False`) are left out.
+          name: of the program.
+          *shape: what the program is specialized to beside the engine's fields.
+        """
+        fields = [f.name for f in dataclasses.fields(engine) if f.compare and f.name != "site"]
         return cls(
             model_stage=str(site.model_stage),
             name=name,
             layout=str(site.placement.layout),
             devices=tuple(str(d) for d in site.placement.devices),
-            static=static,
+            static=(*shape, *(getattr(engine, name) for name in fields)),
         )
 
 

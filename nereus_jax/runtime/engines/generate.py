@@ -38,7 +38,7 @@ class GenerateEngine:
     site: Site
     dtype: str
     precision: str
-    programs: ProgramCache
+    programs: ProgramCache = dataclasses.field(compare=False)
 
     def padded_rows(self, num_rows: int) -> int:
         """Rows of the compiled batch: every replica holds pp equal groups."""
@@ -48,7 +48,7 @@ class GenerateEngine:
     def program(self, num_rows: int, prompt_width: int, sampling: SamplingConfig) -> Program:
         """The compiled program for a batch of this shape."""
         rows = self.padded_rows(num_rows)
-        key = ProgramKey.at(self.site, "generate", (rows, prompt_width, sampling, self.dtype))
+        key = ProgramKey.of(self.site, self, "generate", rows, prompt_width, sampling)
         return self.programs.get(key, lambda: self._lower(rows, prompt_width, sampling))
 
     def dispatch(

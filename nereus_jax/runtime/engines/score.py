@@ -59,7 +59,7 @@ class ScoreEngine:
     microbatch_size: int
     temperature: float
     token_chunk: int
-    programs: ProgramCache
+    programs: ProgramCache = dataclasses.field(compare=False)
 
     @property
     def head(self) -> Head:
@@ -73,8 +73,7 @@ class ScoreEngine:
     def program(self, num_rows: int, length: int, width: int) -> Program:
         """The compiled program for a batch of rows [B, S] with responses of at most T."""
         split = self.split(num_rows)
-        static = (split, length, width, self.dtype, self.temperature, self.token_chunk)
-        key = ProgramKey.at(self.site, f"score-{self.kind}", static)
+        key = ProgramKey.of(self.site, self, "score", split, length, width)
         return self.programs.get(key, lambda: self._lower(split, length, width))
 
     def dispatch(
@@ -153,7 +152,8 @@ class ScoreEngine:
 def map_flushes(
     function: Callable[[Params], dict[str, jax.Array]], batch: Params, split: RowSplit
 ) -> dict[str, jax.Array]:
-    """Applies `function` to one flush [M, B, ...] after the other; joins the rows that it returns."""
+    """Applies `function` to one flush [M, B, ...] after the other; joins the rows that it
+    returns."""
     flushes = to_flushes(batch, split)
     if split.flushes == 1:
         return function(jax.tree.map(lambda x: x[0], flushes))

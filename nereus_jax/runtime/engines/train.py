@@ -1,0 +1,288 @@
+"""The TRAIN engine: one optimizer update on one minibatch.
+
+A minibatch is cut over dp replicas, pipeline flushes (gradient accumulation) and microbatches
+(GPipe, see `models/pipeline.py` for its memory bound). The loss is a sum over tokens with weights
+that were normalized over the whole minibatch, so the update is the same for every layout. Gradients
+accumulate in float32 on each device and are summed once a minibatch, over dp and over the
+tensor-parallel ranks that share a parameter. With ZeRO-1 (Rajbhandari et al. 2020) they are
+reduce-scattered over dp instead, each replica updates its part of the parameters, and the parts are
+gathered again.
+
+Shapes: B rows, S sequence, T response.
+"""
+
+import dataclasses
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from nereus_jax.core.architectures import LAYER_PREFIX, DecoderConfig, Head
+from nereus_jax.core.emu_spec import EmuSpec
+from nereus_jax.core.layout import DP
+from nereus_jax.models.decoder import Decoder, bind, decoder_graphdef
+from nereus_jax.models.forward import response_logprobs, response_values
+from nereus_jax.models.mesh_axes import SHARDED, varying
+from nereus_jax.rl.balance import balance_rows
+from nereus_jax.rl.objectives import Objective
+from nereus_jax.runtime import host
+from nereus_jax.runtime.emu import Params, Site, partition_spec
+from nereus_jax.runtime.engines.rows import RowSplit, split_rows
+from nereus_jax.runtime.engines.score import to_flushes
+from nereus_jax.runtime.optimizers import OptState, abstract_state, init_state, state_spec
+from nereus_jax.runtime.programs import Program, ProgramCache, ProgramKey
+
+
+class TrainState(NamedTuple):
+    """What an update changes."""
+
+    params: Params
+    opt_state: OptState
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainEngine:
+    """Trains one model on one site.
+
+    Attributes:
+      config: the model.
+      head: its head.
+      site: where it lives.
+      param_dtype: of the master weights.
+      compute_dtype: of activations and of the weights in products.
+      precision: of matrix products, a `jax.default_matmul_precision` name.
+      microbatch_size: rows of a replica that are in the layers at a time.
+      flush_microbatches: microbatches of a pipeline flush; 0: all of a replica's.
+      remat: recompute the activations of each layer in the backward pass.
+      zero1: shard the optimizer's state over dp.
+      balance: deal rows to the replicas by length.
+      temperature: divides the logits, as in the rollout.
+      token_chunk: tokens whose logits exist at a time.
+      objective: what is minimized.
+      optimizer: how the parameters follow the gradients.
+      optimizer_key: hashable, equal for equal optimizers: optax's functions do not compare.
+      programs: where compiled programs are kept.
+    """
+
+    config: DecoderConfig
+    head: Head
+    site: Site
+    param_dtype: str
+    compute_dtype: str
+    precision: str
+    microbatch_size: int
+    flush_microbatches: int
+    remat: bool
+    zero1: bool
+    balance: bool
+    temperature: float
+    token_chunk: int
+    objective: Objective
+    optimizer: optax.GradientTransformation = dataclasses.field(compare=False)
+    optimizer_key: Hashable
+    programs: ProgramCache = dataclasses.field(compare=False)
+
+    @property
+    def spec(self) -> EmuSpec:
+        """The leaves of the parameters."""
+        return self.config.spec(self.head, self.param_dtype)
+
+    @property
+    def moment_spec(self) -> EmuSpec:
+        """The leaves that an array of the optimizer's state takes after."""
+        return self.spec.with_zero(self.site.mesh_shape) if self.zero1 else self.spec
+
+    @property
+    def opt_state_spec(self) -> OptState:
+        """The optimizer's state, a LeafSpec in the place of each array like a parameter."""
+        return state_spec(self.optimizer, self.moment_spec)
+
+    def abstract_opt_state(self) -> OptState:
+        """Shapes and shardings of the optimizer's state."""
+        return abstract_state(self.site, self.moment_spec, self.opt_state_spec)
+
+    def init(self, params: Params) -> TrainState:
+        """A state with these parameters and a fresh optimizer."""
+        opt_state = init_state(self.optimizer, params, self.abstract_opt_state())
+        return TrainState(params, opt_state)
+
+    def split(self, num_rows: int) -> RowSplit:
+        """How a minibatch of this many rows is cut."""
+        layout = self.site.placement.layout
+        return split_rows(num_rows, layout, self.microbatch_size, self.flush_microbatches)
+
+    def program(self, num_rows: int, length: int, width: int) -> Program:
+        """The compiled update for a minibatch of rows [B, S] with responses of at most T."""
+        split = self.split(num_rows)
+        key = ProgramKey.of(self.site, self, "train", split, length, width)
+        return self.programs.get(key, lambda: self._lower(split, length, width))
+
+    def dispatch(
+        self,
+        state: TrainState,
+        tokens_BS: np.ndarray,
+        prompt_lengths_B: np.ndarray,
+        total_lengths_B: np.ndarray,
+        arrays: Mapping[str, np.ndarray],
+        scalars: Mapping[str, float],
+    ) -> tuple[TrainState, Mapping[str, jax.Array]]:
+        """Starts an update; `state` is given up.
+
+        Args:
+          state: on this site.
+          tokens_BS: right-padded rows of the minibatch.
+          prompt_lengths_B: length of each prompt.
+          total_lengths_B: length of prompt and response together.
+          arrays: [B, T] float32, at least the objective's `batch_keys`.
+          scalars: at least the objective's `scalar_keys`.
+
+        Returns:
+          The new state (the old one where a gradient was not finite), and scalars: loss, grad_norm,
+          finite (1 or 0), and the objective's metrics.
+        """
+        num_rows, length = tokens_BS.shape
+        split = self.split(num_rows)
+        rows = {"tokens": tokens_BS.astype(np.int32), "prompt_lengths": prompt_lengths_B}
+        rows |= {name: arrays[name].astype(np.float32) for name in self.objective.batch_keys}
+        rows["prompt_lengths"] = rows["prompt_lengths"].astype(np.int32)
+        rows = split.pad(rows)
+        if self.balance and split.dp > 1:
+            lengths = split.pad({"lengths": total_lengths_B})["lengths"]
+            order = balance_rows(lengths, split.dp)
+            rows = {name: x[order] for name, x in rows.items()}
+        width = rows["weights"].shape[1]
+        by_row = self.site.sharding((DP,))
+        batch = {name: host.put(x, by_row) for name, x in rows.items()}
+        values = {
+            name: host.put(np.float32(scalars[name]), self.site.sharding())
+            for name in self.objective.scalar_keys
+        }
+        return self.program(num_rows, length, width).run(state, batch, values)
+
+    def gradients(self, split: RowSplit, width: int) -> Any:
+        """A function (params, batch, scalars) -> (gradients, metrics) of global arrays."""
+        graphdef = decoder_graphdef(self.config, self.head, SHARDED)
+        spec, moments = self.spec, self.moment_spec
+
+        def flush_loss(
+            params: Params, part: Params, scalars: Params
+        ) -> tuple[jax.Array, dict[str, jax.Array]]:
+            cast = {name: x.astype(self.compute_dtype) for name, x in params.items()}
+            outputs = self._outputs(bind(graphdef, cast), part, width)
+            flat = {name: x.reshape(-1, *x.shape[2:]) for name, x in part.items()}
+            loss, metrics = self.objective(outputs, flat, scalars)
+            return loss, {"loss": loss, **metrics}
+
+        def local(
+            params: Params, batch: Params, scalars: Params
+        ) -> tuple[Params, dict[str, jax.Array]]:
+            mine = {name: varying(x, _summed_axes(name)) for name, x in params.items()}
+            flushes = to_flushes(batch, split)
+            grad = jax.grad(flush_loss, has_aux=True)
+            first = jax.tree.map(lambda x: x[0], flushes)
+            grads, metrics = grad(mine, first, scalars)
+            if split.flushes > 1:
+
+                def accumulate(total: Any, part: Params) -> tuple[Any, None]:
+                    return jax.tree.map(jnp.add, total, grad(mine, part, scalars)), None
+
+                rest = jax.tree.map(lambda x: x[1:], flushes)
+                (grads, metrics), _ = lax.scan(accumulate, (grads, metrics), rest)
+            return _reduce(grads, spec, moments), lax.psum(metrics, DP)
+
+        return jax.shard_map(
+            local,
+            mesh=self.site.mesh,
+            in_specs=(
+                {leaf.name: partition_spec(leaf, spec.rules) for leaf in spec},
+                PartitionSpec(DP),
+                PartitionSpec(),
+            ),
+            out_specs=(
+                {leaf.name: partition_spec(leaf, spec.rules) for leaf in moments},
+                PartitionSpec(),
+            ),
+        )
+
+    def _outputs(self, decoder: Decoder, part: Params, width: int) -> dict[str, jax.Array]:
+        tokens, prompt_lengths = part["tokens"], part["prompt_lengths"]
+        if self.head is Head.SCALAR:
+            values = response_values(decoder, tokens, prompt_lengths, width=width, remat=self.remat)
+            return {"values": values}
+        logprobs, entropy = response_logprobs(
+            decoder,
+            tokens,
+            prompt_lengths,
+            width=width,
+            temperature=self.temperature,
+            token_chunk=self.token_chunk,
+            remat=self.remat,
+        )
+        return {"logprobs": logprobs, "entropy": entropy}
+
+    def _update(self, state: TrainState, grads: Params) -> tuple[TrainState, jax.Array]:
+        """Applies the gradients on the optimizer's sharding; returns the gradients' norm too."""
+        owned = self.site.shardings(self.moment_spec)
+        held = self.site.shardings(self.spec)
+        params = lax.with_sharding_constraint(state.params, owned)
+        norm = optax.global_norm(grads)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, params)
+        params = optax.apply_updates(params, updates)
+        new = TrainState(lax.with_sharding_constraint(params, held), opt_state)
+        finite = jnp.isfinite(norm)
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state), norm
+
+    def _lower(self, split: RowSplit, length: int, width: int) -> jax.stages.Lowered:
+        gradients = self.gradients(split, width)
+
+        def update(
+            state: TrainState, batch: Params, scalars: Params
+        ) -> tuple[TrainState, dict[str, jax.Array]]:
+            grads, metrics = gradients(state.params, batch, scalars)
+            new, norm = self._update(state, grads)
+            return new, {**metrics, "grad_norm": norm, "finite": jnp.isfinite(norm) * 1.0}
+
+        abstract = TrainState(self.site.abstract(self.spec), self.abstract_opt_state())
+        shardings = jax.tree.map(lambda x: x.sharding, abstract)
+        by_row, everywhere = self.site.sharding((DP,)), self.site.sharding()
+        shapes = {"tokens": ((length,), jnp.int32), "prompt_lengths": ((), jnp.int32)}
+        shapes |= {name: ((width,), jnp.float32) for name in self.objective.batch_keys}
+        batch = {
+            name: jax.ShapeDtypeStruct((split.padded_rows, *shape), dtype, sharding=by_row)
+            for name, (shape, dtype) in shapes.items()
+        }
+        scalars = {
+            name: jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
+            for name in self.objective.scalar_keys
+        }
+        jitted = jax.jit(update, donate_argnums=0, out_shardings=(shardings, everywhere))
+        with jax.default_matmul_precision(self.precision):
+            return jitted.lower(abstract, batch, scalars)
+
+
+def _summed_axes(name: str) -> tuple[str, ...]:
+    """Mesh axes over which a parameter's gradient is summed once at the end.
+
+    Gradients of other axes are summed inside the backward pass (by the transpose of the implicit
+    cast), which for a vector of a layer would be one small all-reduce in every layer.
+    """
+    return SHARDED.dp + (SHARDED.tp if name.startswith(LAYER_PREFIX) else ())
+
+
+def _reduce(grads: Params, spec: EmuSpec, moments: EmuSpec) -> Params:
+    """Sums the gradients over the ranks that share a parameter; scattered over dp under ZeRO-1."""
+    reduced = {}
+    for leaf, moment in zip(spec, moments, strict=True):
+        split_over = {axis for axes in leaf.dim_axes(spec.rules) for axis in axes}
+        shared = tuple(a for a in _summed_axes(leaf.name) if a not in split_over)
+        grad = grads[leaf.name]
+        if moment.zero_dim is not None:
+            grad = lax.psum_scatter(grad, DP, scatter_dimension=moment.zero_dim, tiled=True)
+            shared = tuple(a for a in shared if a != DP)
+        reduced[leaf.name] = lax.psum(grad, shared) if shared else grad
+    return reduced
