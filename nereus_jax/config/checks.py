@@ -187,6 +187,11 @@ def _check_algorithm(config: RunConfig) -> None:
         "algorithm.kl.coef must be > 0 with algorithm.kl.controller='adaptive', got 0: the "
         "controller multiplies it and it would stay 0; set a coef or controller='fixed'",
     )
+    _require(
+        not (kl.place == "loss" and kl.estimator == "k1"),
+        "algorithm.kl.estimator='k1' has no mean gradient with algorithm.kl.place='loss'; use "
+        "estimator 'k2' or 'k3', or place='reward'",
+    )
 
 
 def _check_microbatches(config: RunConfig, name: str, entry: PlanEntry) -> None:

@@ -78,7 +78,7 @@ class Workflow:
           ValueError: an input is produced by no call, or calls depend on each other in a circle.
         """
         known = set(self.given)
-        left = list(self.calls)
+        left: list[Call] = list(self.calls)
         waves: list[tuple[Call, ...]] = []
         while left:
             ready = tuple(c for c in left if known.issuperset(c.inputs))
@@ -97,38 +97,37 @@ def ppo(*, reward_model: bool, reference: bool, recompute_old_logprobs: bool) ->
     """Proximal policy optimization: Schulman et al. 2017, with the roles of Ouyang et al. 2022.
 
     Args:
-      reward_model: rewards come (also) from a reward model, not from a function alone.
+      reward_model: rewards come from a reward model, not from a function on the host.
       reference: a frozen reference model gives the KL penalty.
       recompute_old_logprobs: the old log-probabilities come from a SCORE pass, not from the
         rollout.
     """
+    rollout = ("rollout",)
     calls: list[Call] = [
-        StageCall(model_stage=ACTOR_GENERATE, inputs=("prompts",), outputs=("rollout",)),
-        HostCall(name="rewards", inputs=("rollout",), outputs=("function_rewards",)),
+        StageCall(model_stage=ACTOR_GENERATE, inputs=("prompts",), outputs=rollout)
     ]
     edges = [WeightEdge(source=ACTOR_TRAIN, target=ACTOR_GENERATE)]
-    scores = ["function_rewards", "values"]
+    scores: list[str] = []
+
+    def score(model_stage: ModelStage, output: str) -> None:
+        calls.append(StageCall(model_stage=model_stage, inputs=rollout, outputs=(output,)))
+        scores.append(output)
+
     if recompute_old_logprobs:
-        calls.append(
-            StageCall(model_stage=ACTOR_SCORE, inputs=("rollout",), outputs=("train_logprobs",))
-        )
+        score(ACTOR_SCORE, "actor_scores")
         edges.append(WeightEdge(source=ACTOR_TRAIN, target=ACTOR_SCORE))
-        scores.append("train_logprobs")
     if reference:
-        calls.append(
-            StageCall(model_stage=REFERENCE_SCORE, inputs=("rollout",), outputs=("ref_logprobs",))
-        )
-        scores.append("ref_logprobs")
-    calls.append(StageCall(model_stage=CRITIC_SCORE, inputs=("rollout",), outputs=("values",)))
+        score(REFERENCE_SCORE, "reference_scores")
+    score(CRITIC_SCORE, "values")
     edges.append(WeightEdge(source=CRITIC_TRAIN, target=CRITIC_SCORE))
     if reward_model:
-        calls.append(
-            StageCall(model_stage=REWARD_SCORE, inputs=("rollout",), outputs=("model_rewards",))
-        )
-        scores.append("model_rewards")
-    calls.append(HostCall(name="advantages", inputs=("rollout", *scores), outputs=("batch",)))
-    calls.append(StageCall(model_stage=ACTOR_TRAIN, inputs=("batch",), outputs=("actor_metrics",)))
-    calls.append(
-        StageCall(model_stage=CRITIC_TRAIN, inputs=("batch",), outputs=("critic_metrics",))
-    )
+        score(REWARD_SCORE, "rewards")
+    else:
+        calls.append(HostCall(name="rewards", inputs=rollout, outputs=("rewards",)))
+        scores.append("rewards")
+    calls += [
+        HostCall(name="advantages", inputs=(*rollout, *scores), outputs=("batch",)),
+        StageCall(model_stage=ACTOR_TRAIN, inputs=("batch",), outputs=("actor_metrics",)),
+        StageCall(model_stage=CRITIC_TRAIN, inputs=("batch",), outputs=("critic_metrics",)),
+    ]
     return Workflow(name="ppo", given=("prompts",), calls=tuple(calls), weight_edges=tuple(edges))

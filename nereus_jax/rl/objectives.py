@@ -88,7 +88,14 @@ class PolicyObjective:
         policy_loss = loss
         negative_entropy, entropy_metrics = entropy_loss(outputs["entropy"], batch["weights"])
         loss = loss + self.entropy_coef * negative_entropy
-        metrics = {**metrics, **entropy_metrics, "policy_loss": policy_loss}
+        weights = batch["weights"]
+        off = jnp.abs(jnp.where(weights > 0, outputs["logprobs"] - batch["old_logprobs"], 0.0))
+        metrics = {
+            **metrics,
+            **entropy_metrics,
+            "policy_loss": policy_loss,
+            "old_logprob_diff": jnp.sum(weights * off),
+        }
         if self.kl_estimator is not None:
             penalty, kl_metrics = kl_loss(
                 outputs["logprobs"], batch["ref_logprobs"], batch["weights"], self.kl_estimator

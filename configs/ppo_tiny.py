@@ -1,0 +1,49 @@
+"""PPO on 8 emulated devices: a small model learns to reverse digits, in minutes on a laptop."""
+
+from typing import Any
+
+from nereus_jax.config import default_config
+
+
+def get_config() -> Any:
+    config = default_config()
+    config.num_steps = 60
+    config.emulated_devices = 8
+
+    config.model.num_layers = 3
+    config.model.embed_dim = 96
+    config.model.num_heads = 8
+    config.model.num_kv_heads = 4
+    config.model.head_dim = 16
+    config.model.mlp_dim = 256
+
+    config.tokenizer.characters = "0123456789="
+    config.data.train = config.data.eval = "task:reverse_digits"
+    config.data.train_size = 100_000
+    config.data.eval_size = 256
+    config.data.task_options.digits = 4
+    config.data.max_prompt_length = 8
+    config.reward.function = "nereus_jax.rl.rewards.digit_match"
+
+    config.warmup.num_steps = 120
+    config.warmup.batch_size = 128
+    config.warmup.learning_rate = 2e-3
+
+    config.rollout.batch_size = 128
+    config.rollout.max_response_length = 6
+    config.algorithm.epochs = 2
+    config.algorithm.minibatch_size = 64
+    config.algorithm.kl.coef = 0.01
+    config.actor_optimizer.learning_rate = 5e-4
+    config.critic_optimizer.learning_rate = 1e-3
+    config.train.microbatch_size = 16
+
+    config.plan["actor-TRAIN"] = "dp=2,pp=2,tp=2"
+    config.plan["critic-TRAIN"] = "dp=4,pp=1,tp=2"
+    config.plan["actor-GENERATE"] = "dp=4,pp=1,tp=2"
+    config.plan["reference-SCORE"] = "dp=4,pp=1,tp=1,devices=0-3"
+    config.plan["critic-SCORE"] = "dp=2,pp=1,tp=2,devices=4-7"
+
+    config.eval.every = 20
+    config.eval.num_prompts = 256
+    return config

@@ -1,0 +1,120 @@
+"""Running the model-stages of one wave: disjoint devices at the same time, shared ones in turn.
+
+Programs are launched from one thread in one deterministic order, so that every process of a job
+launches them alike. Threads only wait for completion, to time it.
+"""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import zip_longest
+
+import jax
+
+from nereus_jax.core.timeline import Span
+
+MAX_IN_FLIGHT = 8
+"""Launches that may be unfinished: more than 32 collective programs deadlock emulated CPU
+devices."""
+
+Arrays = Mapping[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one model-stage does in a wave.
+
+    Attributes:
+      name: of the model-stage.
+      devices: names of the devices it runs on.
+      launches: called in order; each starts one program and returns arrays that are ready when it
+        has ended. A launch may use what an earlier one of the same work made.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    launches: tuple[Callable[[], Arrays], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finished:
+    """The arrays of a work's launches, in order, and when it ran."""
+
+    arrays: tuple[Arrays, ...]
+    span: Span
+
+
+def lanes(works: Sequence[Work]) -> list[list[Work]]:
+    """Groups works that share devices, directly or through others; order is kept in each group."""
+    groups: list[list[Work]] = []
+    for work in works:
+        joined = [g for g in groups if any(set(w.devices) & set(work.devices) for w in g)]
+        merged = sorted((w for g in joined for w in g), key=works.index) + [work]
+        groups = [g for g in groups if g not in joined] + [merged]
+    return groups
+
+
+def run_wave(
+    works: Sequence[Work], step: int, meanwhile: Callable[[], None] | None = None
+) -> dict[str, Finished]:
+    """Runs the works of a wave and waits for them.
+
+    Lanes are launched round-robin, one program of each lane at a time.
+
+    Args:
+      works: independent of each other.
+      step: recorded in the spans.
+      meanwhile: host work to do between the launches and their end.
+    """
+    arrays: dict[str, list[Arrays]] = {work.name: [] for work in works}
+    launched_s: dict[str, float] = {}
+    ends: dict[str, Future[float]] = {}
+    in_flight: deque[Arrays] = deque()
+    groups = lanes(works)
+    if not groups:
+        if meanwhile:
+            meanwhile()
+        return {}
+    with ThreadPoolExecutor(max_workers=len(works)) as pool:
+        for work, index in _round_robin(groups):
+            if len(in_flight) >= MAX_IN_FLIGHT:
+                jax.block_until_ready(in_flight.popleft())
+            launched_s.setdefault(work.name, time.time())
+            result = work.launches[index]()
+            arrays[work.name].append(result)
+            in_flight.append(result)
+            if index == len(work.launches) - 1:
+                ends[work.name] = pool.submit(_wait, result)
+        if meanwhile:
+            meanwhile()
+        ended_s = {name: end.result() for name, end in ends.items()}
+    finished: dict[str, Finished] = {}
+    for group in groups:
+        free_s = 0.0
+        for work in group:
+            # A program launched behind another one on the same devices starts when that one ends.
+            start_s = max(launched_s[work.name], free_s)
+            free_s = ended_s[work.name]
+            span = Span(
+                name=work.name,
+                kind="model_stage",
+                start_s=min(start_s, free_s),
+                end_s=free_s,
+                devices=work.devices,
+                step=step,
+            )
+            finished[work.name] = Finished(arrays=tuple(arrays[work.name]), span=span)
+    return finished
+
+
+def _round_robin(groups: Iterable[list[Work]]) -> Iterable[tuple[Work, int]]:
+    queues = [[(work, i) for work in g for i in range(len(work.launches))] for g in groups]
+    for turn in zip_longest(*queues):
+        yield from (item for item in turn if item is not None)
+
+
+def _wait(arrays: Arrays) -> float:
+    jax.block_until_ready(arrays)
+    return time.time()

@@ -1,0 +1,27 @@
+"""Compiling everything that a run will execute before it starts."""
+
+from nereus_jax.trainer.evaluation import evaluation_rows
+from nereus_jax.trainer.job import Job, make_warmup_engine
+
+
+def compile_programs(job: Job, *, warmup: bool) -> None:
+    """Compiles the programs of every model-stage, in one order on every process.
+
+    Args:
+      job: the run.
+      warmup: also what the supervised warm-up needs.
+    """
+    config = job.config
+    rows, width = config.rollout.batch_size, config.rollout.max_response_length
+    length, prompt_width = job.row_length, config.data.max_prompt_length
+    if warmup and config.warmup.num_steps:
+        make_warmup_engine(job).program(config.warmup.batch_size, length, width)
+    if config.rollout.source == "live":
+        job.generate.program(rows, prompt_width, job.sampling())
+    if config.eval.every:
+        sampling = job.sampling(config.eval.temperature)
+        job.generate.program(evaluation_rows(job), prompt_width, sampling)
+    for stage in sorted(job.scores):
+        job.scores[stage].program(rows, length, width)
+    for engine in (job.actor_train, job.critic_train):
+        engine.program(config.algorithm.minibatch_size, length, width)

@@ -1,0 +1,95 @@
+"""Held-out evaluation: success on prompts that training never sees.
+
+Shapes: B rows of one batch, P prompt.
+"""
+
+import time
+from typing import Any
+
+import numpy as np
+
+from nereus_jax.core.roles import ACTOR_GENERATE, REWARD_SCORE
+from nereus_jax.data.prompts import batch
+from nereus_jax.rl.rollout import Rollout
+from nereus_jax.runtime import host
+from nereus_jax.trainer.job import Job
+from nereus_jax.trainer.rollouts import (
+    assemble,
+    decode_responses,
+    draw_seed,
+    function_rewards,
+)
+from nereus_jax.trainer.state import JobState, refresh_edge, stage_params
+
+
+def evaluation_rows(job: Job) -> int:
+    """Rows of an evaluation batch."""
+    return job.config.eval.batch_size or job.config.rollout.batch_size
+
+
+def evaluate(job: Job, state: JobState) -> dict[str, Any]:
+    """Generates for the evaluation prompts, always the same ones with the same draws.
+
+    Returns:
+      A row of metrics: eval_step (RL steps done), eval_success_rate, eval_reward_mean,
+      eval_response_length_mean, eval_s.
+    """
+    start_s = time.perf_counter()
+    config = job.config.eval
+    rows = evaluation_rows(job)
+    for edge in job.workflow.weight_edges:
+        if edge.target == ACTOR_GENERATE:
+            refresh_edge(job, state, edge)
+    rewards: list[np.ndarray] = []
+    lengths: list[np.ndarray] = []
+    for first in range(0, config.num_prompts, rows):
+        count = min(rows, config.num_prompts - first)
+        rewards_B, lengths_B = _evaluate_batch(job, state, first, count)
+        rewards.append(rewards_B)
+        lengths.append(lengths_B)
+    all_rewards = np.concatenate(rewards)
+    return {
+        "step": state.counters.step,
+        "eval_step": state.counters.step,
+        "eval_success_rate": float((all_rewards >= job.config.reward.success_threshold).mean()),
+        "eval_reward_mean": float(all_rewards.mean()),
+        "eval_response_length_mean": float(np.concatenate(lengths).mean()),
+        "eval_s": time.perf_counter() - start_s,
+    }
+
+
+def _evaluate_batch(
+    job: Job, state: JobState, first: int, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rewards and response lengths of `count` prompts; a short batch is filled up with no rows."""
+    rows, pad_id = evaluation_rows(job), job.inputs.tokenizer.pad_id
+    samples = job.inputs.eval_prompts.take(first, count).samples
+    tokens_BP, lengths_B = batch(samples, job.config.data.max_prompt_length, pad_id)
+    indices_B = first + np.arange(count, dtype=np.int64)
+    fill = rows - count
+    arrays = job.generate.dispatch(
+        stage_params(job, state, ACTOR_GENERATE),
+        np.pad(tokens_BP, ((0, fill), (0, 0)), constant_values=pad_id),
+        np.pad(lengths_B, (0, fill)),
+        np.pad(indices_B, (0, fill)),
+        draw_seed(job.config.seed, "evaluation"),
+        job.sampling(job.config.eval.temperature),
+    )
+    version = state.counters.policy_version
+    rollout = assemble(tokens_BP, lengths_B, indices_B, host.fetch(arrays), pad_id, version)
+    if job.inputs.reward_function is not None:
+        rewards_B = function_rewards(job, samples, decode_responses(job, rollout))
+    else:
+        rewards_B = _model_rewards(job, state, rollout)
+    return rewards_B, rollout.response_lengths_B
+
+
+def _model_rewards(job: Job, state: JobState, rollout: Rollout) -> np.ndarray:
+    arrays = job.scores[REWARD_SCORE].dispatch(
+        stage_params(job, state, REWARD_SCORE),
+        rollout.tokens_BS,
+        rollout.prompt_lengths_B,
+        rollout.lengths_B,
+        rollout.response_width,
+    )
+    return host.fetch(arrays)["rewards"][: rollout.num_rows]

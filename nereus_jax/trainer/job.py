@@ -1,0 +1,376 @@
+"""Everything of a run that does not change from step to step, made from its configuration.
+
+Nothing here allocates device memory: a mistake in the configuration, the data, the model's files or
+the plan is found before that.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+from nereus_jax.config import (
+    OptimizerConfig,
+    RunConfig,
+    check_plan_against_devices,
+    check_plan_against_model,
+    resolve_plan,
+)
+from nereus_jax.core import workflow
+from nereus_jax.core.architectures import DecoderConfig, Head
+from nereus_jax.core.errors import ConfigError, DataError
+from nereus_jax.core.layout import ParallelLayout
+from nereus_jax.core.plan import Placement, Plan
+from nereus_jax.core.roles import (
+    ACTOR_GENERATE,
+    ACTOR_SCORE,
+    ACTOR_TRAIN,
+    CRITIC_SCORE,
+    CRITIC_TRAIN,
+    REFERENCE_SCORE,
+    REWARD_SCORE,
+    ModelStage,
+    Role,
+)
+from nereus_jax.data.prompts import JsonlProblems, Problems, PromptStream, TaskProblems
+from nereus_jax.data.tokenizers import CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
+from nereus_jax.models import huggingface
+from nereus_jax.models.sampling import SamplingConfig
+from nereus_jax.rl.objectives import (
+    Objective,
+    PolicyObjective,
+    SupervisedObjective,
+    ValueObjective,
+)
+from nereus_jax.rl.rewards import RewardFunction, load_function
+from nereus_jax.runtime.emu import Site, make_site
+from nereus_jax.runtime.engines.generate import GenerateEngine
+from nereus_jax.runtime.engines.score import ScoreEngine, ScoreKind
+from nereus_jax.runtime.engines.train import TrainEngine
+from nereus_jax.runtime.optimizers import make_optimizer
+from nereus_jax.runtime.programs import ProgramCache
+from nereus_jax.runtime.world import World
+
+TASK_PREFIX = "task:"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a run reads: text, models' sizes, rewards. Found and checked without any device."""
+
+    tokenizer: Tokenizer
+    train_prompts: PromptStream
+    eval_prompts: PromptStream
+    reward_function: RewardFunction | None
+    model: DecoderConfig
+    reward_model: DecoderConfig | None
+    stop_ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run, ready to allocate its models."""
+
+    config: RunConfig
+    inputs: Inputs
+    world: World
+    plan: Plan
+    workflow: workflow.Workflow
+    sites: Mapping[ModelStage, Site]
+    programs: ProgramCache
+    generate: GenerateEngine
+    scores: Mapping[ModelStage, ScoreEngine]
+    actor_train: TrainEngine
+    critic_train: TrainEngine
+
+    @property
+    def row_length(self) -> int:
+        """S, the columns of prompt and response together."""
+        return self.config.data.max_prompt_length + self.config.rollout.max_response_length
+
+    def sampling(self, temperature: float | None = None) -> SamplingConfig:
+        """How responses are drawn: as in training, or at another temperature."""
+        rollout = self.config.rollout
+        return SamplingConfig(
+            temperature=rollout.temperature if temperature is None else temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            stop_ids=self.inputs.stop_ids,
+            pad_id=self.inputs.tokenizer.pad_id,
+            max_tokens=rollout.max_response_length,
+        )
+
+
+def old_logprobs_mode(config: RunConfig) -> str:
+    """Where the old log-probabilities come from, `auto` resolved by the compute dtype."""
+    mode = config.algorithm.old_logprobs
+    if mode != "auto":
+        return mode
+    return "rollout" if config.model.compute_dtype == "float32" else "recompute"
+
+
+def read_inputs(config: RunConfig) -> Inputs:
+    """Reads tokenizer, prompts, reward function and the sizes of the models.
+
+    Raises:
+      ConfigError, DataError: something is missing or does not fit together.
+    """
+    tokenizer = _make_tokenizer(config)
+    model = _model_config(config, tokenizer)
+    reward_model = None
+    if config.reward.model_path:
+        reward_model = huggingface.TensorSource(config.reward.model_path, Head.SCALAR).config
+    if config.model.path:
+        huggingface.TensorSource(config.model.path, Head.LM)  # every tensor is there, or DataError
+    return Inputs(
+        tokenizer=tokenizer,
+        train_prompts=_make_stream(config, tokenizer, "train"),
+        eval_prompts=_make_stream(config, tokenizer, "eval"),
+        reward_function=load_function(config.reward.function) if config.reward.function else None,
+        model=model,
+        reward_model=reward_model,
+        stop_ids=_stop_ids(config, tokenizer),
+    )
+
+
+def _make_tokenizer(config: RunConfig) -> Tokenizer:
+    if config.tokenizer.kind == "huggingface":
+        return HuggingFaceTokenizer(Path(config.tokenizer.path or config.model.path).expanduser())
+    return CharacterTokenizer(config.tokenizer.characters or "0123456789+-*/= ?.")
+
+
+def _model_config(config: RunConfig, tokenizer: Tokenizer) -> DecoderConfig:
+    sizes = config.model
+    if sizes.path:
+        model = huggingface.read_config(Path(sizes.path).expanduser())
+    else:
+        model = DecoderConfig(
+            num_layers=sizes.num_layers,
+            embed_dim=sizes.embed_dim,
+            num_heads=sizes.num_heads,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            mlp_dim=sizes.mlp_dim,
+            vocab_size=sizes.vocab_size or tokenizer.vocab_size,
+            rope_theta=sizes.rope_theta,
+            norm_eps=sizes.norm_eps,
+            tie_embeddings=sizes.tie_embeddings,
+            max_positions=sizes.max_positions,
+        )
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model's vocabulary only "
+            f"{model.vocab_size}; use the tokenizer that belongs to the model"
+        )
+    longest = config.data.max_prompt_length + config.rollout.max_response_length
+    if longest > model.max_positions:
+        raise ConfigError(
+            f"prompt and response take up to {longest} tokens, but the model has "
+            f"{model.max_positions} positions; lower data.max_prompt_length or "
+            f"rollout.max_response_length"
+        )
+    return model
+
+
+def _make_stream(config: RunConfig, tokenizer: Tokenizer, split: str) -> PromptStream:
+    data = config.data
+    source = data.train if split == "train" else data.eval
+    problems: Problems
+    if source.startswith(TASK_PREFIX):
+        problems = TaskProblems(
+            source.removeprefix(TASK_PREFIX),
+            split=split,
+            size=data.train_size if split == "train" else data.eval_size,
+            seed=config.seed,
+            options=dict(data.task_options),
+        )
+    else:
+        problems = JsonlProblems(Path(source).expanduser(), data.prompt_field, data.answer_field)
+    stream = PromptStream(
+        problems,
+        tokenizer,
+        seed=config.seed,
+        max_prompt_length=data.max_prompt_length,
+        overlong=data.overlong,
+        chat_template=data.chat_template,
+        system_prompt=data.system_prompt,
+        prompt_suffix=data.prompt_suffix,
+    )
+    stream.take(0, 1)  # a template or a tokenizer that fails, fails now
+    return stream
+
+
+def _stop_ids(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+    ids = list(tokenizer.eos_ids)
+    for text in config.rollout.stop:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        if len(tokens) != 1:
+            raise ConfigError(
+                f"rollout.stop entry {text!r} is {len(tokens)} tokens; a stop string must be a "
+                f"single token of the tokenizer"
+            )
+        ids.append(tokens[0])
+    if not ids:
+        raise DataError("the tokenizer names no end token; set rollout.stop to a token's text")
+    return tuple(dict.fromkeys(ids))
+
+
+def make_plan(config: RunConfig, inputs: Inputs, world: World) -> Plan:
+    """The placements of the model-stages that the workflow has.
+
+    Raises:
+      ConfigError, InfeasiblePlanError: a layout that the devices or the model cannot take.
+    """
+    entries = resolve_plan(config)
+    check_plan_against_devices(entries, len(world.pool))
+    own = {name: e for name, e in entries.items() if name != str(REWARD_SCORE)}
+    check_plan_against_model(own, inputs.model.num_heads, inputs.model.num_layers)
+    if inputs.reward_model is not None:
+        reward = {str(REWARD_SCORE): entries[str(REWARD_SCORE)]}
+        check_plan_against_model(
+            reward, inputs.reward_model.num_heads, inputs.reward_model.num_layers
+        )
+    wanted = set(make_workflow(config).model_stages)
+    placements = {
+        ModelStage.parse(name): Placement(
+            layout=ParallelLayout(entry.dp, entry.pp, entry.tp),
+            devices=tuple(world.pool.devices[i] for i in entry.positions),
+        )
+        for name, entry in entries.items()
+        if ModelStage.parse(name) in wanted
+    }
+    return Plan(placements=placements)
+
+
+def make_workflow(config: RunConfig) -> workflow.Workflow:
+    """The workflow of the configured algorithm."""
+    return workflow.ppo(
+        reward_model=bool(config.reward.model_path),
+        reference=config.algorithm.kl.place != "none",
+        recompute_old_logprobs=old_logprobs_mode(config) != "rollout",
+    )
+
+
+def make_job(config: RunConfig, inputs: Inputs, world: World) -> Job:
+    """Puts a run together on these devices."""
+    plan = make_plan(config, inputs, world)
+    programs = ProgramCache()
+    sites = {
+        stage: make_site(world, stage, placement, _decoder(inputs, stage).num_kv_heads)
+        for stage, placement in plan.placements.items()
+    }
+    builder = _EngineBuilder(config=config, inputs=inputs, sites=sites, programs=programs)
+    return Job(
+        config=config,
+        inputs=inputs,
+        world=world,
+        plan=plan,
+        workflow=make_workflow(config),
+        sites=sites,
+        programs=programs,
+        generate=builder.generate(),
+        scores={
+            stage: builder.score(stage)
+            for stage in (ACTOR_SCORE, REFERENCE_SCORE, CRITIC_SCORE, REWARD_SCORE)
+            if stage in sites
+        },
+        actor_train=builder.train(ACTOR_TRAIN, builder.policy_objective(), num_updates(config)),
+        critic_train=builder.train(
+            CRITIC_TRAIN,
+            ValueObjective(value_clip=config.algorithm.value_clip),
+            num_updates(config),
+        ),
+    )
+
+
+def make_warmup_engine(job: Job) -> TrainEngine:
+    """The engine that trains the actor on the answers before step 0."""
+    warmup = job.config.warmup
+    optimizer = OptimizerConfig(learning_rate=warmup.learning_rate)
+    return _EngineBuilder(
+        config=job.config, inputs=job.inputs, sites=job.sites, programs=job.programs
+    ).train(ACTOR_TRAIN, SupervisedObjective(), warmup.num_steps, optimizer)
+
+
+def num_updates(config: RunConfig) -> int:
+    """Optimizer updates of a model over the whole run."""
+    minibatches = config.rollout.batch_size // config.algorithm.minibatch_size
+    return config.num_steps * config.algorithm.epochs * minibatches
+
+
+def _decoder(inputs: Inputs, stage: ModelStage) -> DecoderConfig:
+    if stage.role is Role.REWARD:
+        assert inputs.reward_model is not None
+        return inputs.reward_model
+    return inputs.model
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _EngineBuilder:
+    config: RunConfig
+    inputs: Inputs
+    sites: Mapping[ModelStage, Site]
+    programs: ProgramCache
+
+    def generate(self) -> GenerateEngine:
+        return GenerateEngine(
+            config=self.inputs.model,
+            site=self.sites[ACTOR_GENERATE],
+            dtype=self.config.model.compute_dtype,
+            precision=self.config.model.matmul_precision,
+            programs=self.programs,
+        )
+
+    def score(self, stage: ModelStage) -> ScoreEngine:
+        kinds = {Role.CRITIC: ScoreKind.VALUES, Role.REWARD: ScoreKind.REWARDS}
+        config = self.config
+        return ScoreEngine(
+            config=_decoder(self.inputs, stage),
+            kind=kinds.get(stage.role, ScoreKind.LOGPROBS),
+            site=self.sites[stage],
+            dtype=config.model.compute_dtype,
+            precision=config.model.matmul_precision,
+            microbatch_size=config.score.microbatch_size or config.train.microbatch_size,
+            temperature=config.rollout.temperature,
+            token_chunk=config.score.token_chunk,
+            programs=self.programs,
+        )
+
+    def policy_objective(self) -> PolicyObjective:
+        algorithm = self.config.algorithm
+        return PolicyObjective(
+            clip=algorithm.clip,
+            entropy_coef=algorithm.entropy_coef,
+            kl_estimator=algorithm.kl.estimator if algorithm.kl.place == "loss" else None,
+            corrected=old_logprobs_mode(self.config) == "corrected",
+        )
+
+    def train(
+        self,
+        stage: ModelStage,
+        objective: Objective,
+        updates: int,
+        optimizer: OptimizerConfig | None = None,
+    ) -> TrainEngine:
+        config = self.config
+        if optimizer is None:
+            actor = stage.role is Role.ACTOR
+            optimizer = config.actor_optimizer if actor else config.critic_optimizer
+        return TrainEngine(
+            config=self.inputs.model,
+            head=Head.SCALAR if stage.role is Role.CRITIC else Head.LM,
+            site=self.sites[stage],
+            param_dtype=config.model.param_dtype,
+            compute_dtype=config.model.compute_dtype,
+            precision=config.model.matmul_precision,
+            microbatch_size=config.train.microbatch_size,
+            flush_microbatches=config.train.pipeline_microbatches,
+            remat=config.train.remat == "layer",
+            zero1=config.train.zero1,
+            balance=config.train.balance,
+            temperature=config.rollout.temperature,
+            token_chunk=config.score.token_chunk,
+            objective=objective,
+            optimizer=make_optimizer(optimizer, updates),
+            optimizer_key=(optimizer, updates),
+            programs=self.programs,
+        )

@@ -1,0 +1,279 @@
+"""The training loop: set-up or resume, steps, evaluations, checkpoints, and a clean end."""
+
+import dataclasses
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from nereus_jax.config import RunConfig, fingerprint
+from nereus_jax.core.errors import ConfigError, DivergenceError, RewardError
+from nereus_jax.core.roles import ModelStage
+from nereus_jax.rl.kl import KLControllerState, update_kl_controller
+from nereus_jax.runtime import host
+from nereus_jax.runtime.checkpoints import CheckpointStore, check_directory
+from nereus_jax.runtime.engines.train import TrainState
+from nereus_jax.runtime.world import World
+from nereus_jax.trainer.compilation import compile_programs
+from nereus_jax.trainer.evaluation import evaluate
+from nereus_jax.trainer.job import Inputs, Job, make_job
+from nereus_jax.trainer.outputs import Outputs, check_workdir
+from nereus_jax.trainer.ppo import StepResult, TrainBatch, run_step
+from nereus_jax.trainer.rollouts import rollout_file, take_prompts
+from nereus_jax.trainer.rows import non_finite_update, sample_rows, step_row
+from nereus_jax.trainer.state import (
+    Counters,
+    JobState,
+    frozen_models,
+    initial_actor,
+    initial_critic,
+    model_spec,
+    refresh_edges,
+)
+from nereus_jax.trainer.warmup import run_warmup
+
+CHECKPOINTS = "checkpoints"
+ROLLOUTS = "rollouts"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Session:
+    """One process's part in a run, from its start or resume to its end."""
+
+    job: Job
+    workdir: Path
+    store: CheckpointStore
+    outputs: Outputs
+
+
+def train(config: RunConfig, inputs: Inputs, world: World, workdir: Path) -> None:
+    """Runs a job to its end, or to the step at which it is interrupted.
+
+    Raises:
+      ConfigError, DataError, InfeasiblePlanError, CheckpointError: before anything is allocated.
+      RewardError, DivergenceError, StorageError: while running; the message names the last good
+        checkpoint.
+    """
+    job = make_job(config, inputs, world)
+    check_workdir(workdir)
+    check_directory(workdir / CHECKPOINTS, fingerprint(config))
+    with _open_session(job, workdir) as (session, resumed_from), _interrupts() as interrupted:
+        start_s = time.perf_counter()
+        compile_programs(job, warmup=resumed_from is None)
+        session.outputs.message(
+            f"compiled {len(job.programs.items())} programs in "
+            f"{time.perf_counter() - start_s:.1f} s"
+        )
+        state = _start(session) if resumed_from is None else _resume(session, resumed_from)
+        _run(session, state, interrupted)
+
+
+@contextmanager
+def _open_session(job: Job, workdir: Path) -> Iterator[tuple[Session, int | None]]:
+    """Opens checkpoints and logs; gives the step to resume from, or None."""
+    config = job.config
+    store = CheckpointStore(
+        workdir / CHECKPOINTS, keep=config.checkpoint.keep, fingerprint=fingerprint(config)
+    )
+    try:
+        step = store.latest_step()
+        if step is not None and config.checkpoint.resume == "never":
+            raise ConfigError(
+                f"{workdir} holds a checkpoint of step {step}, but checkpoint.resume='never'; "
+                f"choose another --workdir, or resume='auto' to go on from it"
+            )
+        outputs = Outputs(
+            workdir,
+            config,
+            job.plan,
+            keep_through=None if step is None else step - 1,
+            enabled=job.world.is_main,
+        )
+        try:
+            session = Session(job=job, workdir=workdir, store=store, outputs=outputs)
+            yield session, step
+        finally:
+            outputs.close()
+    finally:
+        store.close()
+
+
+def _start(session: Session) -> JobState:
+    """The state before step 0: loaded or random models, the warm-up, the frozen copies."""
+    job = session.job
+    actor, position = initial_actor(job), 0
+    if job.config.warmup.num_steps:
+        actor, position = run_warmup(job, actor, session.outputs.message)
+    state = JobState(
+        counters=Counters(data_position=position, kl_coef=job.config.algorithm.kl.coef),
+        actor=actor,
+        critic=initial_critic(job, actor.params),
+        frozen=frozen_models(job, actor.params),
+    )
+    if state.frozen:
+        session.store.save_frozen({str(stage): p for stage, p in state.frozen.items()})
+    if job.config.checkpoint.every:
+        _save(session, state)
+    return state
+
+
+def _resume(session: Session, step: int) -> JobState:
+    """The state of a checkpoint, on this run's plan."""
+    job, store = session.job, session.store
+    meta = store.read_meta(step)
+    engines = {"actor": job.actor_train, "critic": job.critic_train}
+    abstract = {
+        name: TrainState(engine.site.abstract(engine.spec), engine.abstract_opt_state())
+        for name, engine in engines.items()
+    }
+    restored = store.restore(step, abstract)
+    frozen_stages = [s for s in job.sites if _is_frozen(job, s)]
+    frozen = {}
+    if frozen_stages:
+        abstract_frozen = {str(s): job.sites[s].abstract(model_spec(job, s)) for s in frozen_stages}
+        frozen = {
+            ModelStage.parse(name): params
+            for name, params in store.restore_frozen(abstract_frozen).items()
+        }
+    session.outputs.message(f"resumed from the checkpoint of step {step}")
+    return JobState(
+        counters=Counters(**meta["counters"]),
+        actor=restored["actor"],
+        critic=restored["critic"],
+        frozen=frozen,
+    )
+
+
+def _is_frozen(job: Job, stage: ModelStage) -> bool:
+    """Whether a model-stage's weights come neither from training nor over an edge."""
+    fed = {edge.target for edge in job.workflow.weight_edges}
+    return stage in job.scores and stage not in fed
+
+
+def _save(session: Session, state: JobState) -> None:
+    step = state.counters.step
+    if session.store.latest_step() != step:
+        meta = {"counters": state.counters.to_json(), "plan": session.job.plan.to_json()}
+        session.store.save(step, state.trained(), meta)
+
+
+def _run(session: Session, state: JobState, interrupted: threading.Event) -> None:
+    config, outputs = session.job.config, session.outputs
+    outputs.start(state.counters.step)
+    while state.counters.step < config.num_steps:
+        _maybe_evaluate(session, state)
+        if host.agree_any(interrupted.is_set()):
+            _save(session, state)
+            session.store.wait()
+            outputs.message(
+                f"interrupted: step {state.counters.step} of {config.num_steps} is saved in "
+                f"{session.workdir}; the same command goes on from there"
+            )
+            return
+        try:
+            _one_step(session, state)
+        except RewardError as error:
+            _save(session, state)  # rewards come before any update: this is a step boundary
+            session.store.wait()
+            raise RewardError(f"{error}; {_last_good(session)}") from error
+        except DivergenceError as error:
+            raise DivergenceError(f"{error}; {_last_good(session)}") from error
+        every = config.checkpoint.every
+        if every and state.counters.step % every == 0:
+            _save(session, state)
+    _maybe_evaluate(session, state)
+    _save(session, state)
+    session.store.wait()
+    outputs.message(f"done: {config.num_steps} steps; results are in {session.workdir}")
+
+
+def _last_good(session: Session) -> str:
+    step = session.store.latest_step()
+    if step is None:
+        return "no checkpoint has been written yet (checkpoint.every)"
+    return (
+        f"the checkpoint of step {step} in {session.workdir / CHECKPOINTS} is whole: mend the "
+        f"cause and run the same command again"
+    )
+
+
+def _maybe_evaluate(session: Session, state: JobState) -> None:
+    """Evaluates before step 0, before every N-th step, and after the last one."""
+    config, step = session.job.config, state.counters.step
+    if config.eval.every and (step % config.eval.every == 0 or step == config.num_steps):
+        session.outputs.evaluation(evaluate(session.job, state))
+
+
+def _one_step(session: Session, state: JobState) -> None:
+    """One RL step: the state moves on by one, and its row is written."""
+    job, counters = session.job, state.counters
+    start_s = time.perf_counter()
+    prompts = take_prompts(job, counters.data_position, counters.samples)
+    refresh_edges(job, state)
+    live_bytes = state.live_bytes()
+    result = run_step(job, state, prompts)
+    wrong = non_finite_update(result)
+    if wrong is not None:
+        raise DivergenceError(
+            f"the loss or its gradient is not finite in {wrong} of step {counters.step}; lower "
+            f"the learning rate or algorithm.clip, or look at the rewards of this step"
+        )
+    row = step_row(
+        job,
+        result,
+        step=counters.step,
+        step_s=time.perf_counter() - start_s,
+        live_bytes=live_bytes,
+    )
+    if job.config.rollout.record and job.world.is_main:
+        directory = session.workdir / ROLLOUTS
+        directory.mkdir(exist_ok=True)
+        result.values["rollout"].save(rollout_file(directory, counters.step))
+    session.outputs.step(row, result.spans, sample_rows(job, result, counters.step))
+    state.counters = _advance(job, counters, result, row["kl"])
+
+
+def _advance(job: Job, counters: Counters, result: StepResult, kl: float) -> Counters:
+    algorithm = job.config.algorithm
+    batch: TrainBatch = result.values["batch"]
+    rows = batch.rollout.num_rows
+    controller = update_kl_controller(
+        KLControllerState(coef=counters.kl_coef),
+        kl,
+        rows,
+        kind=algorithm.kl.controller,
+        target=algorithm.kl.target,
+        horizon_samples=algorithm.kl.horizon_samples,
+    )
+    return Counters(
+        step=counters.step + 1,
+        data_position=result.values["prompts"].taken.position,
+        samples=counters.samples + rows,
+        policy_version=counters.policy_version + len(batch.minibatches),
+        critic_version=counters.critic_version + len(batch.minibatches),
+        kl_coef=controller.coef,
+    )
+
+
+@contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """Ctrl-C and SIGTERM ask for an end at the step boundary; a second Ctrl-C ends at once."""
+    event = threading.Event()
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if event.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        event.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield event  # signals belong to the main thread; an embedder has its own way to stop
+        return
+    before = {n: signal.signal(n, ask) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield event
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

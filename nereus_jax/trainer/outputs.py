@@ -1,0 +1,114 @@
+"""The files of a run and its progress on the screen; only process 0 writes."""
+
+import json
+import os
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nereus_jax.config import RunConfig, config_to_json
+from nereus_jax.core.errors import ConfigError
+from nereus_jax.core.plan import Plan
+from nereus_jax.core.timeline import Span
+from nereus_jax.report.jsonl import JsonlWriter, samples_writer
+from nereus_jax.report.metrics import MetricsWriter
+from nereus_jax.report.progress import ProgressReporter
+from nereus_jax.report.timeline import TimelineWriter
+
+
+def check_workdir(workdir: Path) -> None:
+    """Creates the work directory and proves that it can be written.
+
+    Raises:
+      ConfigError: it cannot.
+    """
+    probe = workdir / f".write-test-{uuid.uuid4().hex}"
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"--workdir {str(workdir)!r} cannot be written: {error.strerror or error}; "
+            f"choose a directory that you may write to"
+        ) from None
+
+
+class Outputs:
+    """metrics.jsonl, samples.jsonl, timeline.jsonl, TensorBoard, config.json, plan.json, progress.
+
+    Args:
+      workdir: where the files go.
+      config: of the run.
+      plan: of the run.
+      keep_through: last step whose rows stay in the logs; None empties them.
+      enabled: whether this process writes at all.
+    """
+
+    def __init__(
+        self,
+        workdir: Path,
+        config: RunConfig,
+        plan: Plan,
+        *,
+        keep_through: int | None,
+        enabled: bool,
+    ) -> None:
+        self._metrics: MetricsWriter | None = None
+        self._samples: JsonlWriter | None = None
+        self._timeline: TimelineWriter | None = None
+        self._progress: ProgressReporter | None = None
+        if not enabled:
+            return
+        _write_json(workdir / "config.json", config_to_json(config))
+        _write_json(workdir / "plan.json", plan.to_json())
+        self._metrics = MetricsWriter(workdir, config.report.tensorboard, keep_through=keep_through)
+        self._samples = samples_writer(workdir, keep_through=keep_through)
+        self._timeline = TimelineWriter(workdir, keep_through=keep_through)
+        self._progress = ProgressReporter(config.num_steps)
+
+    def start(self, step: int) -> None:
+        """Starts the progress line at this step."""
+        if self._progress is not None:
+            self._progress.start(step)
+
+    def message(self, text: str) -> None:
+        """Prints a line."""
+        if self._progress is not None:
+            self._progress.message(text)
+
+    def step(
+        self, row: Mapping[str, Any], spans: Iterable[Span], samples: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Writes a finished step."""
+        if self._metrics is None or self._samples is None or self._timeline is None:
+            return
+        for span in spans:
+            self._timeline.append(span)
+        for sample in samples:
+            self._samples.append(sample)
+        self._metrics.append(row)
+        if self._progress is not None:
+            self._progress.step(row)
+
+    def evaluation(self, row: Mapping[str, Any]) -> None:
+        """Writes an evaluation."""
+        if self._metrics is not None:
+            self._metrics.append(row)
+        self.message(
+            f"evaluation after {row['eval_step']} steps | success {row['eval_success_rate']:.3f} | "
+            f"reward {row['eval_reward_mean']:.3f}"
+        )
+
+    def close(self) -> None:
+        """Closes the files and gives the terminal back."""
+        for writer in (self._progress, self._metrics, self._samples, self._timeline):
+            if writer is not None:
+                writer.close()
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    os.replace(temporary, path)

@@ -1,0 +1,169 @@
+"""From prompts to a rollout with texts and rewards: live from the actor, or replayed from files.
+
+Shapes: B rows, P prompt, T response, S = P + T.
+"""
+
+import dataclasses
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from nereus_jax.core.errors import DataError, RewardError
+from nereus_jax.data.prompts import PromptSample, Taken, batch
+from nereus_jax.rl.rewards import call_reward
+from nereus_jax.rl.rollout import Rollout
+from nereus_jax.runtime import host
+from nereus_jax.trainer.job import Job
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptBatch:
+    """The prompts of one step.
+
+    Attributes:
+      taken: samples, and where the stream stands after them.
+      tokens_BP: right padded.
+      lengths_B: of the prompts.
+      sample_indices_B: number of each row among all rows ever generated in training.
+    """
+
+    taken: Taken
+    tokens_BP: np.ndarray
+    lengths_B: np.ndarray
+    sample_indices_B: np.ndarray
+
+    @property
+    def samples(self) -> Sequence[PromptSample]:
+        return self.taken.samples
+
+
+def draw_seed(seed: int, purpose: str) -> int:
+    """A 32-bit seed for one purpose, so that training and evaluation never share draws."""
+    return zlib.crc32(f"{seed}/{purpose}".encode())
+
+
+def take_prompts(job: Job, position: int, first_sample: int) -> PromptBatch:
+    """The next batch of training prompts."""
+    taken = job.inputs.train_prompts.take(position, job.config.rollout.batch_size)
+    width = job.config.data.max_prompt_length
+    tokens_BP, lengths_B = batch(taken.samples, width, job.inputs.tokenizer.pad_id)
+    indices = first_sample + np.arange(len(taken.samples), dtype=np.int64)
+    return PromptBatch(
+        taken=taken, tokens_BP=tokens_BP, lengths_B=lengths_B, sample_indices_B=indices
+    )
+
+
+def assemble(
+    tokens_BP: np.ndarray,
+    lengths_B: np.ndarray,
+    sample_indices_B: np.ndarray,
+    generated: Mapping[str, np.ndarray],
+    pad_id: int,
+    policy_version: int,
+) -> Rollout:
+    """Joins prompts and responses to contiguous right-padded rows.
+
+    Args:
+      tokens_BP: right-padded prompts.
+      lengths_B: their lengths.
+      sample_indices_B: what names each row's draws.
+      generated: what the GENERATE engine returned; rows that only fill up are cut.
+      pad_id: fills the rows' ends.
+      policy_version: of the actor that generated.
+    """
+    rows, prompt_width = tokens_BP.shape
+    cut = {name: x[:rows] for name, x in generated.items()}
+    width = cut["tokens"].shape[1]
+    columns_S = np.arange(prompt_width + width)[None, :]
+    offset_BS = columns_S - lengths_B[:, None]
+    response_BS = np.take_along_axis(cut["tokens"], np.clip(offset_BS, 0, width - 1), axis=1)
+    prompt_BS = np.pad(tokens_BP, ((0, 0), (0, width)))
+    in_response = (offset_BS >= 0) & (offset_BS < cut["lengths"][:, None])
+    tokens_BS = np.where(offset_BS < 0, prompt_BS, np.where(in_response, response_BS, pad_id))
+    mask_BT = np.arange(width)[None, :] < cut["lengths"][:, None]
+    return Rollout(
+        tokens_BS=tokens_BS.astype(np.int32),
+        prompt_lengths_B=lengths_B.astype(np.int32),
+        response_lengths_B=cut["lengths"].astype(np.int32),
+        logprobs_BT=np.where(mask_BT, cut["logprobs"], 0.0).astype(np.float32),
+        finished_B=cut["finished"].astype(bool),
+        sample_indices_B=sample_indices_B.astype(np.int64),
+        policy_version=policy_version,
+    )
+
+
+def rollout_file(directory: Path, step: int) -> Path:
+    """Where the rollout of a step is recorded."""
+    return directory / f"step_{step:08d}.npz"
+
+
+def replay(job: Job, prompts: PromptBatch, step: int) -> Rollout:
+    """The recorded rollout of a step.
+
+    Raises:
+      DataError: it is missing, or was recorded for other prompts or sizes.
+    """
+    path = rollout_file(Path(job.config.rollout.recorded_dir).expanduser(), step)
+    rollout = Rollout.load(path)
+    expected = (len(prompts.samples), job.row_length)
+    if rollout.tokens_BS.shape != expected:
+        raise DataError(
+            f"{path} holds rows of shape {rollout.tokens_BS.shape}, the run asks for {expected}; "
+            f"replay it with the batch size and lengths it was recorded with"
+        )
+    width = prompts.tokens_BP.shape[1]
+    inside = np.arange(width)[None, :] < prompts.lengths_B[:, None]
+    same = np.array_equal(rollout.prompt_lengths_B, prompts.lengths_B) and np.array_equal(
+        np.where(inside, rollout.tokens_BS[:, :width], 0), np.where(inside, prompts.tokens_BP, 0)
+    )
+    if not same:
+        raise DataError(
+            f"{path} was recorded for other prompts than this run takes at step {step}; replay it "
+            f"with the data and the seed it was recorded with"
+        )
+    return rollout
+
+
+def decode_responses(job: Job, rollout: Rollout) -> list[str]:
+    """The text of every response, end token left out."""
+    stop = set(job.inputs.stop_ids)
+    texts = []
+    rows = zip(rollout.tokens_BS, rollout.prompt_lengths_B, rollout.response_lengths_B, strict=True)
+    for tokens, start, length in rows:
+        ids = [int(t) for t in tokens[start : start + length]]
+        if ids and ids[-1] in stop:
+            ids.pop()
+        texts.append(job.inputs.tokenizer.decode(ids))
+    return texts
+
+
+def function_rewards(
+    job: Job, samples: Sequence[PromptSample], completions: list[str]
+) -> np.ndarray:
+    """Rewards [B] of the configured function: computed by process 0, the same on every process.
+
+    Raises:
+      RewardError: on every process alike.
+    """
+    function = job.inputs.reward_function
+    assert function is not None
+    answer: dict[str, object] = {}
+    if job.world.is_main:
+        try:
+            rewards = call_reward(
+                function,
+                [s.prompt for s in samples],
+                completions,
+                [s.answer for s in samples],
+                [dict(s.metadata) for s in samples],
+            )
+            answer = {"rewards": [float(r) for r in rewards]}
+        except RewardError as error:
+            answer = {"error": str(error)}
+    agreed = json.loads(host.broadcast_text(json.dumps(answer)))
+    if "error" in agreed:
+        raise RewardError(agreed["error"])
+    return np.asarray(agreed["rewards"], np.float32)

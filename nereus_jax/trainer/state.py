@@ -1,0 +1,169 @@
+"""The logical state of a run: what must survive every change of plan, every resume and every
+loss."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from nereus_jax.core.architectures import Head
+from nereus_jax.core.emu_spec import EmuSpec
+from nereus_jax.core.roles import (
+    ACTOR_TRAIN,
+    CRITIC_TRAIN,
+    REFERENCE_SCORE,
+    REWARD_SCORE,
+    ModelStage,
+    Role,
+)
+from nereus_jax.core.workflow import WeightEdge
+from nereus_jax.models.huggingface import TensorSource
+from nereus_jax.runtime import host
+from nereus_jax.runtime.emu import Params, initialize, live_bytes_per_device, load
+from nereus_jax.runtime.engines.train import TrainState
+from nereus_jax.runtime.weight_edge import transfer
+from nereus_jax.trainer.job import Job
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Counters:
+    """The part of the logical state that is no array.
+
+    Attributes:
+      step: RL steps done.
+      data_position: samples of the prompt stream consumed, dropped ones included.
+      samples: rows generated in training so far; each row's number names its random draws.
+      policy_version: optimizer updates of the actor.
+      critic_version: optimizer updates of the critic.
+      kl_coef: weight of the KL penalty, which an adaptive controller changes.
+    """
+
+    step: int = 0
+    data_position: int = 0
+    samples: int = 0
+    policy_version: int = 0
+    critic_version: int = 0
+    kl_coef: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `Counters(**x)` reads them."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(kw_only=True)
+class JobState:
+    """All state of a run. The trainer replaces its members; nothing else keeps them."""
+
+    counters: Counters
+    actor: TrainState
+    critic: TrainState
+    frozen: Mapping[ModelStage, Params]
+    edges: dict[ModelStage, tuple[int, Params]] = dataclasses.field(default_factory=dict)
+
+    def trained(self) -> dict[str, TrainState]:
+        """What a checkpoint holds beside the counters."""
+        return {"actor": self.actor, "critic": self.critic}
+
+    def live_bytes(self) -> int:
+        """Most bytes of state on any local device; arrays that edges share are counted once."""
+        trees = [self.actor, self.critic, dict(self.frozen), [p for _, p in self.edges.values()]]
+        arrays = {id(x): x for x in jax.tree.leaves(trees)}
+        totals = live_bytes_per_device({str(k): x for k, x in arrays.items()})
+        return max(totals.values(), default=0)
+
+
+def model_spec(job: Job, stage: ModelStage) -> EmuSpec:
+    """The leaves that a model-stage holds, in the dtype it computes with."""
+    if stage.role is Role.REWARD:
+        assert job.inputs.reward_model is not None
+        return job.inputs.reward_model.spec(Head.SCALAR, job.config.model.compute_dtype)
+    head = Head.SCALAR if stage.role is Role.CRITIC else Head.LM
+    return job.inputs.model.spec(head, job.config.model.compute_dtype)
+
+
+def initial_actor(job: Job) -> TrainState:
+    """The actor of the configured path, or a random one, with a fresh optimizer."""
+    site, config = job.sites[ACTOR_TRAIN], job.config
+    if config.model.path:
+        params = load(job.actor_train.spec, site, TensorSource(config.model.path, Head.LM).read)
+    else:
+        params = initialize(job.inputs.model, Head.LM, site, config.model.param_dtype, config.seed)
+    return job.actor_train.init(params)
+
+
+def initial_critic(job: Job, actor: Params) -> TrainState:
+    """A critic that starts as the actor with a scalar head of zeros."""
+    source, target = job.sites[ACTOR_TRAIN], job.sites[CRITIC_TRAIN]
+    spec = job.critic_train.spec
+    shared = dataclasses.replace(spec, leaves=tuple(x for x in spec if x.name != "scalar_head"))
+    params = transfer(actor, job.actor_train.spec, source, shared, target, copy=True)
+    head = spec["scalar_head"]
+    sharding = target.leaf_sharding(head, spec.rules)
+    params["scalar_head"] = host.put(np.zeros(head.shape, np.dtype(head.dtype)), sharding)
+    return job.critic_train.init({leaf.name: params[leaf.name] for leaf in spec})
+
+
+def frozen_models(job: Job, actor: Params) -> dict[ModelStage, Params]:
+    """The reference (a copy of the actor as it is now) and the reward model."""
+    frozen: dict[ModelStage, Params] = {}
+    if REFERENCE_SCORE in job.sites:
+        frozen[REFERENCE_SCORE] = transfer(
+            actor,
+            job.actor_train.spec,
+            job.sites[ACTOR_TRAIN],
+            model_spec(job, REFERENCE_SCORE),
+            job.sites[REFERENCE_SCORE],
+            copy=True,
+        )
+    if REWARD_SCORE in job.sites:
+        source = TensorSource(job.config.reward.model_path, Head.SCALAR)
+        spec = model_spec(job, REWARD_SCORE)
+        frozen[REWARD_SCORE] = load(spec, job.sites[REWARD_SCORE], source.read)
+    return frozen
+
+
+def refresh_edges(job: Job, state: JobState) -> None:
+    """Brings the weights of every edge up to date with their source."""
+    for edge in job.workflow.weight_edges:
+        refresh_edge(job, state, edge)
+
+
+def refresh_edge(job: Job, state: JobState, edge: WeightEdge) -> Params:
+    """The current weights at the target of one edge; moved only if the source has changed."""
+    is_actor = edge.source.role is Role.ACTOR
+    counters = state.counters
+    version = counters.policy_version if is_actor else counters.critic_version
+    held = state.edges.get(edge.target)
+    if held is not None and held[0] == version:
+        return held[1]
+    state.edges.pop(edge.target, None)  # the old weights make room for the new ones
+    engine = job.actor_train if is_actor else job.critic_train
+    source = state.actor if is_actor else state.critic
+    params = transfer(
+        source.params,
+        engine.spec,
+        job.sites[edge.source],
+        model_spec(job, edge.target),
+        job.sites[edge.target],
+    )
+    state.edges[edge.target] = (version, params)
+    return params
+
+
+def drop_edges(job: Job, state: JobState, source: ModelStage) -> None:
+    """Gives up the weights that came from `source`, which is about to be trained.
+
+    They may be the very arrays that the update takes over.
+    """
+    for edge in job.workflow.weight_edges:
+        if edge.source == source:
+            state.edges.pop(edge.target, None)
+
+
+def stage_params(job: Job, state: JobState, stage: ModelStage) -> Params:
+    """The weights with which a GENERATE or SCORE stage runs now."""
+    if stage in state.frozen:
+        return state.frozen[stage]
+    return state.edges[stage][1]
