@@ -1,6 +1,6 @@
 """The metrics of a run: `metrics.jsonl`, mirrored to TensorBoard.
 
-Both carry the same flat names: the nested dict `{"stage_s": {"actor-GENERATE": 1.2}}` becomes
+The file keeps nested mappings; TensorBoard gets `{"stage_s": {"actor-GENERATE": 1.2}}` as
 `stage_s/actor-GENERATE`. A value that is not finite is null in the file and not in TensorBoard.
 """
 
@@ -41,17 +41,16 @@ class MetricsWriter:
         """Write one row to the file, then its numbers to TensorBoard.
 
         Args:
-            row: A mapping with the key `step`; nested mappings are flattened with `/`.
+            row: A mapping with the key `step`; TensorBoard gets nested names joined by `/`.
 
         Raises:
             StorageError, ValueError, TypeError: As `JsonlWriter.append`.
         """
-        flat = flatten(row)
-        self._jsonl.append(flat)
+        self._jsonl.append(row)
         if self._tensorboard is None:
             return
-        for name, value in scalars(flat).items():
-            self._tensorboard.add_scalar(name, value, global_step=int(flat["step"]))
+        for name, value in scalars(flatten(row)).items():
+            self._tensorboard.add_scalar(name, value, global_step=int(row["step"]))
         self._tensorboard.flush()
 
     def close(self) -> None:

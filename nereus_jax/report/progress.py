@@ -5,7 +5,7 @@ Both show the text of `format_step`. The keys of a row that it reads, each optio
     reward_mean                    mean reward of the step's samples
     success_rate                   share of samples at or above the success threshold, 0..1
     kl                             KL divergence to the reference, nats per token
-    response_length_mean_tokens    mean length of the responses
+    response_length_mean    mean length of the responses
     tokens_per_s                   prompt and response tokens of the step over its seconds
     step_s, stage_s                seconds of the step, and by stage: {"actor-GENERATE": 1.2, ...}
 """
@@ -180,7 +180,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Any], str]], ...] = (
     ("reward_mean", lambda value: f"reward {_number(value, 3)}"),
     ("success_rate", lambda value: f"success {_number(100 * value, 1)} %"),
     ("kl", lambda value: f"KL {_number(value, 4)}"),
-    ("response_length_mean_tokens", lambda value: f"length {_number(value, 1)} tokens"),
+    ("response_length_mean", lambda value: f"length {_number(value, 1)} tokens"),
     ("tokens_per_s", lambda value: f"{value:,.0f} tokens/s"),
     ("step_s", lambda value: f"{_number(value, 2)} s"),
     ("stage_s", _render_stages),

@@ -50,11 +50,12 @@ def test_flatten() -> None:
     }
 
 
-def test_both_sinks_have_the_same_names(tmp_path: Path) -> None:
+def test_the_file_nests_and_tensorboard_joins_names(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, tensorboard=True) as writer:
         writer.append(ROW)
     (row,) = read_jsonl(tmp_path / "metrics.jsonl")
-    assert row == flatten(ROW) | {"loss": None}
+    assert row["stage_s"] == {"actor-GENERATE": 1.5, "actor": {"TRAIN": 2}}
+    assert flatten(row) == flatten(ROW) | {"loss": None}
     values = {
         value.tag: (event.step, value.simple_value)
         for event in read_events(tmp_path / "tensorboard")

@@ -22,7 +22,7 @@ ROW = {
     "reward_mean": 0.5125,
     "success_rate": 0.25,
     "kl": 0.01234,
-    "response_length_mean_tokens": 31.26,
+    "response_length_mean": 31.26,
     "tokens_per_s": 12345.6,
     "step_s": 3.5,
     "stage_s": {"actor-GENERATE": 1.5, "actor-TRAIN": 1.234},

@@ -1,0 +1,143 @@
+"""Bytes per device of a run: what every model-stage holds, and what its programs need on top."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+
+from nereus_jax.core.devices import DeviceId
+from nereus_jax.core.emu_spec import DTYPE_BYTES, LeafSpec
+from nereus_jax.core.errors import InfeasiblePlanError
+from nereus_jax.core.roles import ACTOR_TRAIN, CRITIC_TRAIN, ModelStage
+from nereus_jax.runtime.engines.train import TrainEngine
+from nereus_jax.runtime.optimizers import is_leaf_spec
+from nereus_jax.trainer.job import Job
+from nereus_jax.trainer.state import model_spec
+
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageBytes:
+    """Bytes of one model-stage on each of its devices; padding included, the same on all of them.
+
+    Attributes:
+      parameters: weights; 0 where the model-stage uses the very arrays of the one that trains them.
+      optimizer: moments and counters.
+      temporaries: the largest of its programs (activations, gradients, KV cache, logits), as XLA
+        counts them; 0 before they are compiled.
+    """
+
+    parameters: int
+    optimizer: int
+    temporaries: int
+
+    @property
+    def held(self) -> int:
+        """What stays between the model-stage's programs."""
+        return self.parameters + self.optimizer
+
+
+def stage_bytes(job: Job) -> dict[ModelStage, StageBytes]:
+    """Bytes per device of every model-stage of the plan."""
+    temporaries: dict[str, int] = {}
+    for key, program in job.programs.items():
+        # Outputs that take over no argument's memory exist beside the arguments.
+        extra = program.temp_bytes + max(program.output_bytes - program.alias_bytes, 0)
+        temporaries[key.model_stage] = max(temporaries.get(key.model_stage, 0), extra)
+    engines = {ACTOR_TRAIN: job.actor_train, CRITIC_TRAIN: job.critic_train}
+    return {
+        stage: StageBytes(
+            parameters=_parameter_bytes(job, stage),
+            optimizer=_optimizer_bytes(engines[stage]) if stage in engines else 0,
+            temporaries=temporaries.get(str(stage), 0),
+        )
+        for stage in sorted(job.sites)
+    }
+
+
+def _parameter_bytes(job: Job, stage: ModelStage) -> int:
+    site, config = job.sites[stage], job.config.model
+    if stage in (ACTOR_TRAIN, CRITIC_TRAIN):
+        engine = job.actor_train if stage == ACTOR_TRAIN else job.critic_train
+        return engine.spec.local_bytes(site.mesh_shape)
+    sources = [e.source for e in job.workflow.weight_edges if e.target == stage]
+    same_place = any(job.plan[source] == job.plan[stage] for source in sources)
+    if same_place and config.param_dtype == config.compute_dtype:
+        return 0
+    return model_spec(job, stage).local_bytes(site.mesh_shape)
+
+
+def _optimizer_bytes(engine: TrainEngine) -> int:
+    total = 0
+    rules = engine.moment_spec.rules
+    for leaf in jax.tree.leaves(engine.opt_state_spec, is_leaf=is_leaf_spec):
+        if isinstance(leaf, LeafSpec):
+            total += leaf.local_bytes(rules, engine.site.mesh_shape)
+        else:
+            total += DTYPE_BYTES.get(str(leaf.dtype), 4)
+    return total
+
+
+def device_bytes(job: Job, stages: Mapping[ModelStage, StageBytes]) -> dict[DeviceId, int]:
+    """Peak bytes of each device: all that it holds, and the largest temporary on top."""
+    held: dict[DeviceId, int] = {}
+    largest: dict[DeviceId, int] = {}
+    for stage, need in stages.items():
+        for device in job.plan[stage].devices:
+            held[device] = held.get(device, 0) + need.held
+            largest[device] = max(largest.get(device, 0), need.temporaries)
+    return {device: held[device] + largest[device] for device in sorted(held)}
+
+
+def host_memory_bytes() -> int:
+    """Memory of this machine, or of the container that the process runs in if that is less."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = CGROUP_LIMIT.read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdecimal() else total
+
+
+def check_memory(job: Job, stages: Mapping[ModelStage, StageBytes]) -> None:
+    """Compares a run's bytes with the memory there is.
+
+    Raises:
+      InfeasiblePlanError: they do not fit; the message names the device and the largest holder.
+    """
+    needs = device_bytes(job, stages)
+    worst = max(stages, key=lambda s: stages[s].held + stages[s].temporaries)
+    advice = (
+        f"the largest model-stage is {worst} with {gib(stages[worst].held)} held and "
+        f"{gib(stages[worst].temporaries)} of temporaries on each of its devices; give it more "
+        f"devices, a smaller microbatch, remat or zero1"
+    )
+    if job.config.emulated_devices:
+        here = {d: n for d, n in needs.items() if d.host == job.world.process_index}
+        total, there = sum(here.values()), host_memory_bytes()
+        if total > there:
+            raise InfeasiblePlanError(
+                f"{len(here)} emulated devices need {gib(total)} together, this host has "
+                f"{gib(there)}; {advice}"
+            )
+        return
+    for device, need in needs.items():
+        handle = job.world.handles[device]
+        if handle.process_index != job.world.process_index:
+            continue
+        limit = (handle.memory_stats() or {}).get("bytes_limit")
+        if limit is not None and need > limit:
+            raise InfeasiblePlanError(
+                f"device {device} ({handle.device_kind}) needs {gib(need)}, it has {gib(limit)}; "
+                f"{advice}"
+            )
+
+
+def gib(num_bytes: int) -> str:
+    """A size in GiB, or MiB where that reads better."""
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / 2**20:.2f} MiB"
