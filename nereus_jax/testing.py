@@ -1,4 +1,4 @@
-"""Small things to test with: a tiny model, a tiny configuration, a pool of devices that are not there.
+"""Small things to test with: a tiny model and configuration, a pool of devices without a backend.
 
 Public: embedders may build their own tests on them.
 """

@@ -50,6 +50,16 @@ def apply_rope(x_BSHK: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 class Block(nnx.Module):
     """One decoder layer: attention and a gated feed-forward, each with a norm before it."""
 
+    attn_norm: nnx.Param
+    q: nnx.Param
+    k: nnx.Param
+    v: nnx.Param
+    o: nnx.Param
+    mlp_norm: nnx.Param
+    gate: nnx.Param
+    up: nnx.Param
+    down: nnx.Param
+
     def __init__(self, config: DecoderConfig, axes: MeshAxes, dtype: str, rngs: nnx.Rngs):
         self.config = config
         self.axes = axes
@@ -97,6 +107,11 @@ class Decoder(nnx.Module):
 
     Rows are right padded and start at column 0, so the causal mask alone keeps padding out.
     """
+
+    embed: nnx.Param
+    final_norm: nnx.Param
+    lm_head: nnx.Param
+    scalar_head: nnx.Param
 
     def __init__(
         self,

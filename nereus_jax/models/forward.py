@@ -7,10 +7,10 @@ D embed. Rows are right padded: prompt, response, padding.
 
 import jax
 import jax.numpy as jnp
-from nereus_kernels.linear_logprob.reference import linear_logprob
 
 from nereus_jax.models.decoder import Decoder
 from nereus_jax.models.pipeline import from_last_rank, run_pipeline
+from nereus_kernels.linear_logprob.reference import linear_logprob
 
 
 def _hidden(

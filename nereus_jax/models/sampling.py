@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.random import threefry_2x32
-from nereus_kernels.linear_logprob.reference import MASKED_LOGIT, log_partition, masked_logits
 
 from nereus_jax.models.mesh_axes import MeshAxes
+from nereus_kernels.linear_logprob.reference import MASKED_LOGIT, log_partition, masked_logits
 
 BITS_BELOW_ONE = 23
 

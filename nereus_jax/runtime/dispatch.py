@@ -5,6 +5,7 @@ launches them alike. Threads only wait for completion, to time it.
 """
 
 import dataclasses
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,8 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import zip_longest
 
 import jax
+import numpy as np
 
 from nereus_jax.core.timeline import Span
+from nereus_jax.runtime import host
 
 MAX_IN_FLIGHT = 8
 """Launches that may be unfinished: more than 32 collective programs deadlock emulated CPU
@@ -77,6 +80,7 @@ def run_wave(
         if meanwhile:
             meanwhile()
         return {}
+    started_s = time.time()
     with ThreadPoolExecutor(max_workers=len(works)) as pool:
         for work, index in _round_robin(groups):
             if len(in_flight) >= MAX_IN_FLIGHT:
@@ -89,7 +93,7 @@ def run_wave(
                 ends[work.name] = pool.submit(_wait, result)
         if meanwhile:
             meanwhile()
-        ended_s = {name: end.result() for name, end in ends.items()}
+        ended_s = _latest({name: end.result() for name, end in ends.items()}, started_s)
     finished: dict[str, Finished] = {}
     for group in groups:
         free_s = 0.0
@@ -116,5 +120,14 @@ def _round_robin(groups: Iterable[list[Work]]) -> Iterable[tuple[Work, int]]:
 
 
 def _wait(arrays: Arrays) -> float:
+    """When the arrays were ready; NaN if no part of them is on this process's devices."""
+    if not any(x.addressable_shards for x in jax.tree.leaves(arrays)):
+        return math.nan
     jax.block_until_ready(arrays)
     return time.time()
+
+
+def _latest(ended_s: dict[str, float], started_s: float) -> dict[str, float]:
+    """When each work had ended on all processes that take part in it, by this process's clock."""
+    seconds = host.gather(np.array([end_s - started_s for end_s in ended_s.values()]))
+    return dict(zip(ended_s, started_s + np.nanmax(seconds, axis=0), strict=True))

@@ -20,7 +20,7 @@ from nereus_jax.core.layout import MESH_AXES
 from nereus_jax.core.plan import Placement
 from nereus_jax.core.roles import ModelStage
 from nereus_jax.models.decoder import initial_values
-from nereus_jax.runtime.world import World
+from nereus_jax.runtime.world import DeviceHandle, World
 
 Params = dict[str, jax.Array]
 
@@ -122,7 +122,8 @@ def _load_leaf(
     padded = leaf.padded_shape(rules, site.mesh_shape)
     dtype = jnp.dtype(leaf.dtype)
 
-    def shard(index: tuple[slice, ...]) -> np.ndarray:
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None  # jax's type allows for more than it passes
         ranges = [s.indices(n)[:2] for s, n in zip(index, padded, strict=True)]
         inside = [(min(a, n), min(b, n)) for (a, b), n in zip(ranges, leaf.shape, strict=True)]
         block = np.zeros([b - a for a, b in ranges], dtype)
@@ -135,9 +136,9 @@ def _load_leaf(
     return jax.make_array_from_callback(padded, sharding, shard, dtype=dtype)
 
 
-def live_bytes_per_device(arrays: Mapping[str, jax.Array]) -> dict[jax.Device, int]:
+def live_bytes_per_device(arrays: Mapping[str, jax.Array]) -> dict[DeviceHandle, int]:
     """Bytes that the arrays take on each local device, shared buffers counted once a call."""
-    totals: dict[jax.Device, int] = {}
+    totals: dict[DeviceHandle, int] = {}
     for array in arrays.values():
         for shard in array.addressable_shards:
             totals[shard.device] = totals.get(shard.device, 0) + shard.data.nbytes

@@ -1,5 +1,6 @@
 """Optimizers from the configuration, and how their state lies on a mesh."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import optax
 
 from nereus_jax.config import OptimizerConfig
 from nereus_jax.core.emu_spec import EmuSpec, LeafSpec
-from nereus_jax.runtime.emu import Params, Site
+from nereus_jax.runtime.emu import Site
 
 OptState = Any
 """A pytree of optax: scalars, and dicts of arrays named like the parameters."""
@@ -81,7 +82,7 @@ def abstract_state(site: Site, spec: EmuSpec, state: OptState) -> OptState:
 
 
 def init_state(
-    optimizer: optax.GradientTransformation, params: Params, abstract: OptState
+    optimizer: optax.GradientTransformation, params: Mapping[str, jax.Array], abstract: OptState
 ) -> OptState:
     """A fresh state for these parameters, every array on its own sharding from the start."""
     # Without out_shardings the moments would land on one device: zeros carry no sharding.

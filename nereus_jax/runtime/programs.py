@@ -1,4 +1,5 @@
-"""Programs compiled ahead of time, kept by what they depend on, with what their compilation cost."""
+"""Programs compiled ahead of time, kept by what they depend on, with what their compilation
+cost."""
 
 import dataclasses
 import time

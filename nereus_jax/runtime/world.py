@@ -1,4 +1,5 @@
-"""The processes and devices of the job. Nothing else keeps a `jax.Device` from one step to the next.
+"""The processes and devices of the job. Nothing else keeps a `jax.Device` from one step to the
+next.
 
 Devices are named by (host, index on the host) everywhere above; backends number them as they like
 (with two CPU processes the second one's ids start at 2048).
@@ -6,6 +7,7 @@ Devices are named by (host, index on the host) everywhere above; backends number
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -15,6 +17,9 @@ from nereus_jax.core.devices import DeviceId, DevicePool
 from nereus_jax.core.errors import ConfigError, WorldError
 from nereus_jax.core.layout import MESH_AXES
 from nereus_jax.core.plan import Placement
+
+DeviceHandle: TypeAlias = Any
+"""A `jax.Device`, which is no class to a type checker."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +44,7 @@ class World:
     """The pool of devices, and the backend's handle of each."""
 
     pool: DevicePool
-    handles: Mapping[DeviceId, jax.Device]
+    handles: Mapping[DeviceId, DeviceHandle]
     process_index: int
     num_processes: int
 
@@ -99,7 +104,7 @@ def _emulate(num_devices: int) -> None:
 
 def take_stock() -> World:
     """The devices that the backend has now, named by host and index."""
-    handles: dict[DeviceId, jax.Device] = {}
+    handles: dict[DeviceId, DeviceHandle] = {}
     counts: dict[int, int] = {}
     for device in sorted(jax.devices(), key=lambda d: (d.process_index, d.id)):
         index = counts.get(device.process_index, 0)

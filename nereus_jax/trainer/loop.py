@@ -1,5 +1,6 @@
 """The training loop: set-up or resume, steps, evaluations, checkpoints, and a clean end."""
 
+import contextlib
 import dataclasses
 import signal
 import threading
@@ -10,17 +11,17 @@ from pathlib import Path
 from types import FrameType
 
 from nereus_jax.config import RunConfig, fingerprint
-from nereus_jax.core.errors import ConfigError, DivergenceError, RewardError
+from nereus_jax.core.errors import DivergenceError, RewardError, StorageError
 from nereus_jax.core.roles import ModelStage
 from nereus_jax.rl.kl import KLControllerState, update_kl_controller
 from nereus_jax.runtime import host
-from nereus_jax.runtime.checkpoints import CheckpointStore, check_directory
+from nereus_jax.runtime.checkpoints import CheckpointStore, check_directory, finished_steps
 from nereus_jax.runtime.engines.train import TrainState
 from nereus_jax.runtime.world import World
 from nereus_jax.trainer.compilation import compile_programs
 from nereus_jax.trainer.evaluation import evaluate
 from nereus_jax.trainer.job import Inputs, Job, make_job
-from nereus_jax.trainer.outputs import Outputs, check_workdir
+from nereus_jax.trainer.outputs import Outputs, check_unused, check_workdir
 from nereus_jax.trainer.ppo import StepResult, TrainBatch, run_step
 from nereus_jax.trainer.rollouts import rollout_file, take_prompts
 from nereus_jax.trainer.rows import non_finite_update, sample_rows, step_row
@@ -58,8 +59,11 @@ def train(config: RunConfig, inputs: Inputs, world: World, workdir: Path) -> Non
         checkpoint.
     """
     job = make_job(config, inputs, world)
-    check_workdir(workdir)
-    check_directory(workdir / CHECKPOINTS, fingerprint(config))
+    with host.together():
+        check_workdir(workdir)
+        check_directory(workdir / CHECKPOINTS, fingerprint(config))
+        if config.checkpoint.resume == "never":
+            check_unused(workdir, finished_steps(workdir / CHECKPOINTS))
     with _open_session(job, workdir) as (session, resumed_from), _interrupts() as interrupted:
         start_s = time.perf_counter()
         compile_programs(job, warmup=resumed_from is None)
@@ -80,18 +84,14 @@ def _open_session(job: Job, workdir: Path) -> Iterator[tuple[Session, int | None
     )
     try:
         step = store.latest_step()
-        if step is not None and config.checkpoint.resume == "never":
-            raise ConfigError(
-                f"{workdir} holds a checkpoint of step {step}, but checkpoint.resume='never'; "
-                f"choose another --workdir, or resume='auto' to go on from it"
+        with host.together():
+            outputs = Outputs(
+                workdir,
+                config,
+                job.plan,
+                keep_through=None if step is None else step - 1,
+                enabled=job.world.is_main,
             )
-        outputs = Outputs(
-            workdir,
-            config,
-            job.plan,
-            keep_through=None if step is None else step - 1,
-            enabled=job.world.is_main,
-        )
         try:
             session = Session(job=job, workdir=workdir, store=store, outputs=outputs)
             yield session, step
@@ -155,42 +155,65 @@ def _is_frozen(job: Job, stage: ModelStage) -> bool:
 
 def _save(session: Session, state: JobState) -> None:
     step = state.counters.step
+    session.store.wait()  # the last save may be of this very step
     if session.store.latest_step() != step:
         meta = {"counters": state.counters.to_json(), "plan": session.job.plan.to_json()}
         session.store.save(step, state.trained(), meta)
 
 
 def _run(session: Session, state: JobState, interrupted: threading.Event) -> None:
-    config, outputs = session.job.config, session.outputs
-    outputs.start(state.counters.step)
+    """Runs to the end or the interrupt; an error names the checkpoint to go on from."""
+    session.outputs.start(state.counters.step)
+    try:
+        last_words = _run_steps(session, state, interrupted)
+    except RewardError as error:
+        _save(session, state)  # rewards come before any update: this is a step boundary
+        raise RewardError(f"{error}; {_last_good(session)}") from error
+    except DivergenceError as error:
+        raise DivergenceError(f"{error}; {_last_good(session)}") from error
+    _save(session, state)
+    session.store.wait()
+    session.outputs.message(last_words)
+
+
+def _run_steps(session: Session, state: JobState, interrupted: threading.Event) -> str:
+    """All steps and evaluations that are left, up to an interrupt; returns how it ended."""
+    config = session.job.config
+    every = config.checkpoint.every
     while state.counters.step < config.num_steps:
         _maybe_evaluate(session, state)
         if host.agree_any(interrupted.is_set()):
-            _save(session, state)
-            session.store.wait()
-            outputs.message(
+            return (
                 f"interrupted: step {state.counters.step} of {config.num_steps} is saved in "
                 f"{session.workdir}; the same command goes on from there"
             )
-            return
-        try:
-            _one_step(session, state)
-        except RewardError as error:
-            _save(session, state)  # rewards come before any update: this is a step boundary
-            session.store.wait()
-            raise RewardError(f"{error}; {_last_good(session)}") from error
-        except DivergenceError as error:
-            raise DivergenceError(f"{error}; {_last_good(session)}") from error
-        every = config.checkpoint.every
+        _one_step(session, state)
         if every and state.counters.step % every == 0:
             _save(session, state)
     _maybe_evaluate(session, state)
-    _save(session, state)
-    session.store.wait()
-    outputs.message(f"done: {config.num_steps} steps; results are in {session.workdir}")
+    return f"done: {config.num_steps} steps; results are in {session.workdir}"
+
+
+@contextmanager
+def _writing(session: Session) -> Iterator[None]:
+    """Every process raises what process 0 could not write, and names the last checkpoint."""
+    try:
+        with host.together():
+            try:
+                yield
+            except StorageError:
+                raise
+            except OSError as error:
+                raise StorageError(
+                    f"cannot write {error.filename or session.workdir}: {error.strerror or error}"
+                ) from error
+    except StorageError as error:
+        raise StorageError(f"{error}; {_last_good(session)}") from error
 
 
 def _last_good(session: Session) -> str:
+    with contextlib.suppress(StorageError):  # that save failed too, and an older one is named
+        session.store.wait()
     step = session.store.latest_step()
     if step is None:
         return "no checkpoint has been written yet (checkpoint.every)"
@@ -204,7 +227,9 @@ def _maybe_evaluate(session: Session, state: JobState) -> None:
     """Evaluates before step 0, before every N-th step, and after the last one."""
     config, step = session.job.config, state.counters.step
     if config.eval.every and (step % config.eval.every == 0 or step == config.num_steps):
-        session.outputs.evaluation(evaluate(session.job, state))
+        row = evaluate(session.job, state)
+        with _writing(session):
+            session.outputs.evaluation(row)
 
 
 def _one_step(session: Session, state: JobState) -> None:
@@ -212,7 +237,7 @@ def _one_step(session: Session, state: JobState) -> None:
     job, counters = session.job, state.counters
     start_s = time.perf_counter()
     prompts = take_prompts(job, counters.data_position, counters.samples)
-    refresh_edges(job, state)
+    edge_spans = refresh_edges(job, state)
     live_bytes = state.live_bytes()
     result = run_step(job, state, prompts)
     wrong = non_finite_update(result)
@@ -227,12 +252,14 @@ def _one_step(session: Session, state: JobState) -> None:
         step=counters.step,
         step_s=time.perf_counter() - start_s,
         live_bytes=live_bytes,
+        edge_spans=edge_spans,
     )
-    if job.config.rollout.record and job.world.is_main:
-        directory = session.workdir / ROLLOUTS
-        directory.mkdir(exist_ok=True)
-        result.values["rollout"].save(rollout_file(directory, counters.step))
-    session.outputs.step(row, result.spans, sample_rows(job, result, counters.step))
+    with _writing(session):
+        if job.config.rollout.record and job.world.is_main:
+            result.values["rollout"].save(rollout_file(session.workdir / ROLLOUTS, counters.step))
+        session.outputs.step(
+            row, edge_spans + result.spans, sample_rows(job, result, counters.step)
+        )
     state.counters = _advance(job, counters, result, row["kl"])
 
 

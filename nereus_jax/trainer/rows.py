@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from nereus_jax.core.roles import ACTOR_TRAIN, CRITIC_TRAIN
+from nereus_jax.core.timeline import Span
 from nereus_jax.rl.rollout import Rollout
 from nereus_jax.trainer.job import Job
 from nereus_jax.trainer.ppo import StepResult, TrainBatch
@@ -21,7 +22,13 @@ def _mean(metrics: Sequence[Mapping[str, np.ndarray]], name: str) -> float:
 
 
 def step_row(
-    job: Job, result: StepResult, *, step: int, step_s: float, live_bytes: int
+    job: Job,
+    result: StepResult,
+    *,
+    step: int,
+    step_s: float,
+    live_bytes: int,
+    edge_spans: Sequence[Span],
 ) -> dict[str, Any]:
     """The metrics of a step.
 
@@ -31,6 +38,7 @@ def step_row(
       step: counted from 0.
       step_s: seconds of the whole step.
       live_bytes: most bytes of state on a device.
+      edge_spans: of the weight edges before the step.
     """
     rollout: Rollout = result.values["rollout"]
     batch: TrainBatch = result.values["batch"]
@@ -61,6 +69,7 @@ def step_row(
         "step_s": step_s,
         "tokens_per_s": rollout.num_tokens / step_s,
         "stage_s": {span.name: span.duration_s for span in result.spans},
+        "weight_edge_s": {span.name: span.duration_s for span in edge_spans},
         "peak_memory_bytes": live_bytes + job.programs.largest_temp_bytes,
     }
     return row

@@ -2,6 +2,7 @@
 loss."""
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from nereus_jax.core.roles import (
     ModelStage,
     Role,
 )
+from nereus_jax.core.timeline import Span
 from nereus_jax.core.workflow import WeightEdge
 from nereus_jax.models.huggingface import TensorSource
 from nereus_jax.runtime import host
@@ -93,7 +95,7 @@ def initial_actor(job: Job) -> TrainState:
     return job.actor_train.init(params)
 
 
-def initial_critic(job: Job, actor: Params) -> TrainState:
+def initial_critic(job: Job, actor: Mapping[str, jax.Array]) -> TrainState:
     """A critic that starts as the actor with a scalar head of zeros."""
     source, target = job.sites[ACTOR_TRAIN], job.sites[CRITIC_TRAIN]
     spec = job.critic_train.spec
@@ -105,7 +107,7 @@ def initial_critic(job: Job, actor: Params) -> TrainState:
     return job.critic_train.init({leaf.name: params[leaf.name] for leaf in spec})
 
 
-def frozen_models(job: Job, actor: Params) -> dict[ModelStage, Params]:
+def frozen_models(job: Job, actor: Mapping[str, jax.Array]) -> dict[ModelStage, Params]:
     """The reference (a copy of the actor as it is now) and the reward model."""
     frozen: dict[ModelStage, Params] = {}
     if REFERENCE_SCORE in job.sites:
@@ -124,10 +126,23 @@ def frozen_models(job: Job, actor: Params) -> dict[ModelStage, Params]:
     return frozen
 
 
-def refresh_edges(job: Job, state: JobState) -> None:
-    """Brings the weights of every edge up to date with their source."""
+def refresh_edges(job: Job, state: JobState) -> tuple[Span, ...]:
+    """Brings the weights of every edge up to date with their source; returns when each moved."""
+    spans: list[Span] = []
     for edge in job.workflow.weight_edges:
-        refresh_edge(job, state, edge)
+        start_s = time.time()
+        params = refresh_edge(job, state, edge)
+        jax.block_until_ready(params)
+        span = Span(
+            name=f"{edge.source}->{edge.target}",
+            kind="weight_edge",
+            start_s=start_s,
+            end_s=time.time(),
+            devices=tuple(str(d) for d in job.plan[edge.target].devices),
+            step=state.counters.step,
+        )
+        spans.append(span)
+    return tuple(spans)
 
 
 def refresh_edge(job: Job, state: JobState, edge: WeightEdge) -> Params:

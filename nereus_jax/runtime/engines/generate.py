@@ -85,7 +85,7 @@ class GenerateEngine:
                 sample_indices_B.astype(np.uint32),
             )
         ]
-        seed_array = host.put(np.uint32(seed), self.site.sharding())
+        seed_array = host.put(np.asarray(seed, np.uint32), self.site.sharding())
         return program.run(params, *arguments, seed_array)
 
     def _lower(self, rows: int, prompt_width: int, sampling: SamplingConfig) -> jax.stages.Lowered:

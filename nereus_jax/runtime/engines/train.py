@@ -41,7 +41,7 @@ from nereus_jax.runtime.programs import Program, ProgramCache, ProgramKey
 class TrainState(NamedTuple):
     """What an update changes."""
 
-    params: Params
+    params: Mapping[str, Any]
     opt_state: OptState
 
 
@@ -106,7 +106,7 @@ class TrainEngine:
         """Shapes and shardings of the optimizer's state."""
         return abstract_state(self.site, self.moment_spec, self.opt_state_spec)
 
-    def init(self, params: Params) -> TrainState:
+    def init(self, params: Mapping[str, jax.Array]) -> TrainState:
         """A state with these parameters and a fresh optimizer."""
         opt_state = init_state(self.optimizer, params, self.abstract_opt_state())
         return TrainState(params, opt_state)
@@ -159,7 +159,7 @@ class TrainEngine:
         by_row = self.site.sharding((DP,))
         batch = {name: host.put(x, by_row) for name, x in rows.items()}
         values = {
-            name: host.put(np.float32(scalars[name]), self.site.sharding())
+            name: host.put(np.asarray(scalars[name], np.float32), self.site.sharding())
             for name in self.objective.scalar_keys
         }
         return self.program(num_rows, length, width).run(state, batch, values)
@@ -230,7 +230,7 @@ class TrainEngine:
         owned = self.site.shardings(self.moment_spec)
         held = self.site.shardings(self.spec)
         params = lax.with_sharding_constraint(state.params, owned)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, params)
         params = optax.apply_updates(params, updates)
         new = TrainState(lax.with_sharding_constraint(params, held), opt_state)
