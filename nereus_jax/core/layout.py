@@ -25,7 +25,7 @@ class ParallelLayout:
     def __post_init__(self) -> None:
         for name in ("dp", "pp", "tp"):
             degree = getattr(self, name)
-            if not isinstance(degree, int) or degree < 1:
+            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
                 raise ValueError(f"{name} must be a positive integer, got {degree!r}")
 
     @property

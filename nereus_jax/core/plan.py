@@ -82,6 +82,8 @@ class Plan:
         placements: dict[ModelStage, Placement] = {}
         for name, entry in data.items():
             try:
+                if not isinstance(entry, Mapping):  # type: ignore[unnecessary-isinstance]
+                    raise ValueError(f"expected dp, pp, tp and devices, got {entry!r}")
                 degrees = [entry[k] for k in ("dp", "pp", "tp")]
                 devices = entry["devices"]
                 if not all(isinstance(x, int) for x in degrees) or not isinstance(devices, list):
@@ -92,7 +94,12 @@ class Plan:
                     layout=ParallelLayout(*degrees),  # type: ignore[arg-type]
                     devices=tuple(DeviceId.parse(str(d)) for d in devices),  # type: ignore[misc]
                 )
-            except (KeyError, ValueError) as error:
+            except KeyError as error:
+                raise InfeasiblePlanError(
+                    f"plan entry {name!r} is not a placement: {error} is missing; it has dp, pp, "
+                    f"tp and devices"
+                ) from None
+            except ValueError as error:
                 raise InfeasiblePlanError(
                     f"plan entry {name!r} is not a placement: {error}"
                 ) from None
