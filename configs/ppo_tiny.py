@@ -7,7 +7,7 @@ from nereus_jax.config import default_config
 
 def get_config() -> Any:
     config = default_config()
-    config.num_steps = 60
+    config.num_steps = 48
     config.emulated_devices = 8
 
     config.model.num_layers = 3
@@ -25,18 +25,20 @@ def get_config() -> Any:
     config.data.max_prompt_length = 8
     config.reward.function = "nereus_jax.rl.rewards.digit_match"
 
-    config.warmup.num_steps = 120
+    config.warmup.num_steps = 48
     config.warmup.batch_size = 128
     config.warmup.learning_rate = 2e-3
 
-    config.rollout.batch_size = 128
+    config.rollout.batch_size = 512
     config.rollout.max_response_length = 6
     config.algorithm.epochs = 2
-    config.algorithm.minibatch_size = 64
-    config.algorithm.kl.coef = 0.01
-    config.actor_optimizer.learning_rate = 5e-4
+    config.algorithm.minibatch_size = 128
+    config.algorithm.kl.coef = 0.001
+    config.algorithm.entropy_coef = 0.01
+    config.actor_optimizer.learning_rate = 7e-4
+    config.actor_optimizer.schedule = "linear"
     config.critic_optimizer.learning_rate = 1e-3
-    config.train.microbatch_size = 16
+    config.train.microbatch_size = 32
 
     config.plan["actor-TRAIN"] = "dp=2,pp=2,tp=2"
     config.plan["critic-TRAIN"] = "dp=4,pp=1,tp=2"
@@ -44,6 +46,6 @@ def get_config() -> Any:
     config.plan["reference-SCORE"] = "dp=4,pp=1,tp=1,devices=0-3"
     config.plan["critic-SCORE"] = "dp=2,pp=1,tp=2,devices=4-7"
 
-    config.eval.every = 20
+    config.eval.every = 12
     config.eval.num_prompts = 256
     return config

@@ -61,11 +61,11 @@ class World:
         return Mesh(handles.reshape(shape), MESH_AXES, axis_types=axis_types)
 
 
-def form_world(distributed: DistributedConfig, emulated_devices: int = 0) -> World:
+def form_world(distributed: DistributedConfig | None = None, emulated_devices: int = 0) -> World:
     """Starts the backend (and joins the other processes) and takes stock of the devices.
 
     Args:
-      distributed: how to find the other processes.
+      distributed: how to find the other processes; None: this process alone.
       emulated_devices: run on this many emulated CPU devices in each process; 0: the real ones.
 
     Raises:
@@ -74,7 +74,7 @@ def form_world(distributed: DistributedConfig, emulated_devices: int = 0) -> Wor
     """
     if emulated_devices:
         _emulate(emulated_devices)
-    if distributed.enabled:
+    if distributed is not None and distributed.enabled:
         try:
             jax.distributed.initialize(
                 coordinator_address=distributed.coordinator,
