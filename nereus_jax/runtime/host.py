@@ -4,15 +4,16 @@ With several processes every process calls these functions in the same order, al
 hold nothing of the array. Host values are the same on every process.
 """
 
-from collections.abc import Mapping
-from typing import TypeVar
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-Value = TypeVar("Value")
+from nereus_jax.core import errors
 
 
 def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
@@ -36,8 +37,7 @@ def _fetch_global(array: jax.Array) -> np.ndarray:
     if not isinstance(sharding, NamedSharding):
         raise TypeError(f"expected an array on a mesh, got sharding {sharding}")
     if not array.is_fully_replicated:
-        replicated = NamedSharding(sharding.mesh, PartitionSpec())
-        array = jax.jit(lambda x: x, out_shardings=replicated)(array)
+        array = jax.device_put(array, NamedSharding(sharding.mesh, PartitionSpec()))
     owners = sorted({d.process_index for d in sharding.device_set})
     here = jax.process_index() in owners
     value = (
@@ -45,15 +45,46 @@ def _fetch_global(array: jax.Array) -> np.ndarray:
     )
     if len(owners) == jax.process_count():
         return value
+    # The broadcast is a sum with zeros: as bytes, so that -0.0 stays what it is.
+    sent = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
     is_source = jax.process_index() == owners[0]
-    return np.asarray(multihost_utils.broadcast_one_to_all(value, is_source=is_source))
+    got = np.asarray(multihost_utils.broadcast_one_to_all(sent, is_source=is_source))
+    return got.view(array.dtype).reshape(array.shape)
+
+
+def gather(array: np.ndarray) -> np.ndarray:
+    """The arrays of all processes, of one shape, as rows [processes, ...]. 64 bits become 32."""
+    if jax.process_count() == 1:
+        return array[None]
+    return np.asarray(multihost_utils.process_allgather(array))
 
 
 def agree_any(flag: bool) -> bool:
     """Whether the flag is set on any process; the same answer everywhere."""
-    if jax.process_count() == 1:
-        return flag
-    return bool(np.any(multihost_utils.process_allgather(np.array(flag))))
+    return bool(gather(np.array(flag)).any())
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Where one process raises a `NereusError`, all raise it: none is left waiting for the others.
+
+    The body is a process's own work, such as writing a file; it calls nothing of this module.
+    """
+    raised: errors.NereusError | None = None
+    try:
+        yield
+    except errors.NereusError as error:
+        raised = error
+    failed = gather(np.array(raised is not None))
+    if not failed.any():
+        return
+    source = int(np.argmax(failed))
+    kind, message = json.loads(
+        broadcast_text(json.dumps([type(raised).__name__, str(raised)]), source)
+    )
+    if raised is not None:
+        raise raised
+    raise getattr(errors, kind)(message)
 
 
 def barrier(name: str) -> None:
@@ -62,12 +93,13 @@ def barrier(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
-def broadcast_text(text: str) -> str:
-    """Process 0's text, on every process."""
+def broadcast_text(text: str, source: int = 0) -> str:
+    """One process's text, on every process."""
     if jax.process_count() == 1:
         return text
+    is_source = jax.process_index() == source
     data = np.frombuffer(text.encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.array(data.size, np.int64)))
+    size = int(multihost_utils.broadcast_one_to_all(np.array(data.size, np.int32), is_source))
     padded = np.zeros(size, np.uint8)
     padded[: min(size, data.size)] = data[:size]
-    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))).decode()
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded, is_source))).decode()

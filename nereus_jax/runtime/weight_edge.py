@@ -1,7 +1,9 @@
 """Weights on their way from one model-stage to another: another mesh, other padding, another dtype.
 
 The move is `jax.device_put`, after a program on the source that casts and re-pads where the two
-ends differ. Where nothing differs the target holds the source's own arrays.
+ends differ. Where nothing differs the target holds the source's own arrays. Between other device
+sets of several processes, which `device_put` cannot serve, a leaf goes through the hosts: whole,
+one leaf at a time.
 """
 
 import functools
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from nereus_jax.core.emu_spec import EmuSpec, LeafSpec
+from nereus_jax.runtime import host
 from nereus_jax.runtime.emu import Params, Site, partition_spec
 
 
@@ -44,13 +47,16 @@ def transfer(
         sharding = target.leaf_sharding(leaf, target_spec.rules)
         if value.shape != shape or value.dtype != jnp.dtype(leaf.dtype):
             value = _reform(value, leaf, shape, source_spec, source)
-        if value.sharding == sharding:
-            moved[leaf.name] = value
-        else:
-            moved[leaf.name] = jax.device_put(value, sharding)
+        moved[leaf.name] = value if value.sharding == sharding else _move(value, sharding)
     # device_put shares the buffers of slices that stay where they are, so that a copy is made of
     # every leaf and not only of those that came back as they were.
     return jax.tree.map(jnp.copy, moved) if copy else moved
+
+
+def _move(value: jax.Array, sharding: NamedSharding) -> jax.Array:
+    if jax.process_count() == 1 or value.sharding.device_set == sharding.device_set:
+        return jax.device_put(value, sharding)
+    return host.put(host.fetch({"": value})[""], sharding)
 
 
 def _reform(

@@ -35,6 +35,29 @@ def check_workdir(workdir: Path) -> None:
         ) from None
 
 
+def check_unused(workdir: Path, steps: Sequence[int]) -> None:
+    """Refuses a directory that holds a run, for a configuration that must not go on from one.
+
+    Args:
+      workdir: of the run.
+      steps: of the checkpoints in it.
+
+    Raises:
+      ConfigError: there is a checkpoint, or a row of metrics.
+    """
+    metrics = workdir / "metrics.jsonl"
+    if steps:
+        found = f"a checkpoint of step {steps[-1]}"
+    elif metrics.exists() and metrics.stat().st_size:
+        found = "the metrics of a run"
+    else:
+        return
+    raise ConfigError(
+        f"{workdir} holds {found}, but checkpoint.resume='never'; choose another --workdir, or "
+        f"resume='auto' to go on from it"
+    )
+
+
 class Outputs:
     """metrics.jsonl, samples.jsonl, timeline.jsonl, TensorBoard, config.json, plan.json, progress.
 

@@ -96,7 +96,8 @@ def _replay_instead(
         return []
     replayed = [c for c in calls if c.model_stage == ACTOR_GENERATE]
     for call in replayed:
-        values[call.outputs[0]] = replay(job, values["prompts"], state.counters.step)
+        with host.together():
+            values[call.outputs[0]] = replay(job, values["prompts"], state.counters.step)
     return replayed
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nereus_jax.core.errors import DataError, RewardError
+from nereus_jax.core.errors import DataError, DivergenceError, RewardError
 from nereus_jax.data.prompts import PromptSample, Taken, batch
 from nereus_jax.rl.rewards import call_reward
 from nereus_jax.rl.rollout import Rollout
@@ -73,6 +73,9 @@ def assemble(
       generated: what the GENERATE engine returned; rows that only fill up are cut.
       pad_id: fills the rows' ends.
       policy_version: of the actor that generated.
+
+    Raises:
+      DivergenceError: the actor's weights are not finite or far too large.
     """
     rows, prompt_width = tokens_BP.shape
     cut = {name: x[:rows] for name, x in generated.items()}
@@ -84,11 +87,18 @@ def assemble(
     in_response = (offset_BS >= 0) & (offset_BS < cut["lengths"][:, None])
     tokens_BS = np.where(offset_BS < 0, prompt_BS, np.where(in_response, response_BS, pad_id))
     mask_BT = np.arange(width)[None, :] < cut["lengths"][:, None]
+    logprobs_BT = np.where(mask_BT, cut["logprobs"], 0.0).astype(np.float32)
+    if not np.isfinite(logprobs_BT).all():
+        raise DivergenceError(
+            "the log-probabilities of the actor's responses are not finite: its weights have "
+            "diverged; lower the learning rate or algorithm.clip, and go back to a checkpoint "
+            "from before"
+        )
     return Rollout(
         tokens_BS=tokens_BS.astype(np.int32),
         prompt_lengths_B=lengths_B.astype(np.int32),
         response_lengths_B=cut["lengths"].astype(np.int32),
-        logprobs_BT=np.where(mask_BT, cut["logprobs"], 0.0).astype(np.float32),
+        logprobs_BT=logprobs_BT,
         finished_B=cut["finished"].astype(bool),
         sample_indices_B=sample_indices_B.astype(np.int64),
         policy_version=policy_version,
