@@ -31,7 +31,12 @@ def main() -> None:
         site = emu.make_site(world, ACTOR_GENERATE, placement, model.num_kv_heads)
         params = emu.initialize(model, Head.LM, site, "float32", seed=0)
         engine = GenerateEngine(
-            config=model, site=site, dtype="float32", precision="highest", programs=ProgramCache()
+            config=model,
+            site=site,
+            dtype="float32",
+            prefill_rows=8,
+            precision="highest",
+            programs=ProgramCache(),
         )
         sampling = SamplingConfig(max_tokens=8)
         outputs = engine.dispatch(params, prompts_BP, lengths_B, samples_B, 0, sampling)

@@ -1,6 +1,6 @@
 """Prefill and decode of a batch with a KV cache, under data, pipeline and tensor parallelism.
 
-The rows of a replica are split into pp groups. In prefill the groups pass through the pipeline as
+The rows of a replica are split into pp groups. In prefill the prompts pass through the pipeline in
 microbatches. In decode, tick t has rank r work on group (t - r) mod pp: the group that leaves the
 last rank in tick t has its next token drawn and enters rank 0 in tick t + 1, so that after the
 first pp - 1 ticks no rank idles. With pp = 1 this is a plain decode loop.
@@ -8,8 +8,9 @@ first pp - 1 ticks no rank idles. With pp = 1 this is a plain decode loop.
 Runs inside a manual `shard_map` (without the check of replication, as some loop carries agree
 between devices in ways that it cannot prove).
 
-Shapes: N rows of a replica = G groups of B rows, P prompt, T response, S = P + T cache, L layers
-held here, H query heads and C key/value heads held here, K head dim, D embed.
+Shapes: N rows of a replica = G groups of B rows = M microbatches of b rows in prefill, P prompt, T
+response, S = P + T cache, L layers held here, H query heads and C key/value heads held here, K head
+dim, D embed.
 """
 
 import dataclasses
@@ -60,10 +61,17 @@ class DecodeState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Generator:
-    """The generation program of one device: a decoder and how tokens are drawn."""
+    """The generation program of one device.
+
+    Attributes:
+      decoder: the shards that the device holds.
+      sampling: how tokens are drawn.
+      prefill_rows: most prompts that are in the layers at a time.
+    """
 
     decoder: Decoder
     sampling: SamplingConfig
+    prefill_rows: int
 
     def __call__(
         self,
@@ -112,11 +120,17 @@ class Generator:
         )
 
     def _prefill(self, tokens_GBP: jax.Array, lengths_GB: jax.Array) -> tuple[KVCache, jax.Array]:
-        """Fills the cache with the prompts; returns it and the last hidden states [G, B, D]."""
+        """Fills the cache with the prompts; returns it and the last hidden states [G, B, D].
+
+        Microbatches of at most `prefill_rows` rows pass through the pipeline, so that activations
+        are those of one microbatch.
+        """
         decoder, axes = self.decoder, self.decoder.axes
         groups, rows, width = tokens_GBP.shape
-        x_GBPD = decoder.embed_tokens(tokens_GBP.reshape(groups * rows, width))
-        x_GBPD = x_GBPD.reshape(groups, rows, width, -1)
+        micro = largest_divisor(rows, self.prefill_rows)
+        tokens_MbP = tokens_GBP.reshape(-1, micro, width)
+        lengths_Mb = lengths_GB.reshape(-1, micro)
+        num_micro = tokens_MbP.shape[0]
         cos, sin = decoder.rope(jnp.arange(width)[None, :])
         graphdef, stacked = nnx.split(decoder.layers)
         rank = axis_index(axes.pp)
@@ -129,24 +143,29 @@ class Generator:
             carry: tuple[jax.Array, KVCache], t: jax.Array
         ) -> tuple[tuple[jax.Array, KVCache], jax.Array]:
             received, cache = carry
-            entering = lax.dynamic_index_in_dim(x_GBPD, jnp.minimum(t, groups - 1), keepdims=False)
+            entering = decoder.embed_tokens(_pick(tokens_MbP, jnp.minimum(t, num_micro - 1)))
             out, (k, v) = lax.scan(layer, jnp.where(rank == 0, entering, received), stacked)
-            group = t - rank
-            cache = KVCache(_store(cache.k, k, group), _store(cache.v, v, group))
+            index = t - rank
+            cache = KVCache(_store(cache.k, k, index), _store(cache.v, v, index))
+            last_b = jnp.maximum(_pick(lengths_Mb, jnp.clip(index, 0, num_micro - 1)) - 1, 0)
+            hidden_bD = jnp.take_along_axis(out, last_b[:, None, None], axis=1)[:, 0]
             moved = lax.ppermute(out, axes.pp, ring) if groups > 1 else out
-            return (moved, cache), out
+            return (moved, cache), hidden_bD
 
-        carry = (jnp.zeros_like(x_GBPD[0]), self._empty_cache(groups, rows, width))
-        (_, cache), outs = lax.scan(tick, carry, jnp.arange(2 * groups - 1))
-        last_GB = jnp.maximum(lengths_GB - 1, 0)[:, :, None, None]
-        hidden_GBD = jnp.take_along_axis(outs[groups - 1 :], last_GB, axis=2)[:, :, 0]
+        embed_dim, dtype = decoder.config.embed_dim, decoder.layers.k.dtype
+        start = jnp.zeros((micro, width, embed_dim), dtype)
+        carry = (start, self._empty_cache(groups * rows, width))
+        (_, cache), hidden = lax.scan(tick, carry, jnp.arange(num_micro + groups - 1))
+        hidden_GBD = hidden[groups - 1 :].reshape(groups, rows, embed_dim)
+        grouped = (cache.k.shape[0], groups, rows, *cache.k.shape[2:])
+        cache = KVCache(cache.k.reshape(grouped), cache.v.reshape(grouped))
         return cache, from_last_rank(hidden_GBD, axes)
 
-    def _empty_cache(self, groups: int, rows: int, prompt_width: int) -> KVCache:
+    def _empty_cache(self, num_rows: int, prompt_width: int) -> KVCache:
         layers, _, kv_width = self.decoder.layers.k.shape
         head_dim = self.decoder.config.head_dim
         length = prompt_width + self.sampling.max_tokens
-        shape = (layers, groups, rows, length, kv_width // head_dim, head_dim)
+        shape = (layers, num_rows, length, kv_width // head_dim, head_dim)
         empty = jnp.zeros(shape, self.decoder.layers.k.dtype)
         return KVCache(empty, empty)
 
@@ -291,11 +310,19 @@ def _pick(x_GB: jax.Array, group: jax.Array) -> jax.Array:
     return lax.dynamic_index_in_dim(x_GB, group, keepdims=False)
 
 
-def _store(cache: jax.Array, new: jax.Array, group: jax.Array) -> jax.Array:
-    """Writes a prompt's keys or values [L, B, P, C, K] into one group; outside [0, G) nowhere."""
-    groups = cache.shape[1]
-    place = (0, jnp.clip(group, 0, groups - 1), 0, 0, 0, 0)
-    new = new[:, None]
+def _store(cache: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
+    """Writes keys or values [L, b, P, C, K] of microbatch `index` into [L, N, S, C, K].
+
+    An index outside the N / b microbatches writes nowhere.
+    """
+    micro = new.shape[1]
+    num_micro = cache.shape[1] // micro
+    place = (0, jnp.clip(index, 0, num_micro - 1) * micro, 0, 0, 0)
     old = lax.dynamic_slice(cache, place, new.shape)
-    kept = jnp.where((group >= 0) & (group < groups), new, old)
+    kept = jnp.where((index >= 0) & (index < num_micro), new, old)
     return lax.dynamic_update_slice(cache, kept, place)
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of `number` that is at most `limit`."""
+    return max(d for d in range(1, max(min(number, limit), 1) + 1) if number % d == 0)

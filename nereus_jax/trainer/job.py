@@ -316,6 +316,7 @@ class _EngineBuilder:
             config=self.inputs.model,
             site=self.sites[ACTOR_GENERATE],
             dtype=self.config.model.compute_dtype,
+            prefill_rows=self.config.score.microbatch_size or self.config.train.microbatch_size,
             precision=self.config.model.matmul_precision,
             programs=self.programs,
         )

@@ -78,6 +78,7 @@ def greedy(
 ) -> list[list[int]]:
     """The responses that the GENERATE engine finds likeliest, end token included."""
     engine = GenerateEngine(
+        prefill_rows=2,
         config=source.config,
         site=site,
         dtype="float32",

@@ -30,6 +30,7 @@ class GenerateEngine:
       config: the model.
       site: where it lives.
       dtype: of its weights and its KV cache.
+      prefill_rows: most prompts of a replica that are in the layers at a time.
       precision: of matrix products, a `jax.default_matmul_precision` name.
       programs: where compiled programs are kept.
     """
@@ -37,13 +38,19 @@ class GenerateEngine:
     config: DecoderConfig
     site: Site
     dtype: str
+    prefill_rows: int
     precision: str
     programs: ProgramCache = dataclasses.field(compare=False)
 
     def padded_rows(self, num_rows: int) -> int:
-        """Rows of the compiled batch: every replica holds pp equal groups."""
-        multiple = self.site.placement.layout.dp * self.site.placement.layout.pp
-        return -(-num_rows // multiple) * multiple
+        """Rows of the compiled batch.
+
+        Every replica holds pp equal groups, each a whole number of prefill microbatches.
+        """
+        num_groups = self.site.placement.layout.dp * self.site.placement.layout.pp
+        rows = -(-num_rows // num_groups)
+        micro = min(rows, self.prefill_rows)
+        return num_groups * micro * -(-rows // micro)
 
     def program(self, num_rows: int, prompt_width: int, sampling: SamplingConfig) -> Program:
         """The compiled program for a batch of this shape."""
@@ -99,7 +106,7 @@ class GenerateEngine:
             sample_indices_N: jax.Array,
             seed: jax.Array,
         ) -> dict[str, jax.Array]:
-            generator = Generator(bind(graphdef, params), sampling)
+            generator = Generator(bind(graphdef, params), sampling, self.prefill_rows)
             names = ("tokens", "logprobs", "lengths", "finished")
             outputs = generator(tokens_NP, prompt_lengths_N, sample_indices_N, seed)
             return dict(zip(names, outputs, strict=True))
