@@ -130,4 +130,5 @@ def _wait(arrays: Arrays) -> float:
 def _latest(ended_s: dict[str, float], started_s: float) -> dict[str, float]:
     """When each work had ended on all processes that take part in it, by this process's clock."""
     seconds = host.gather(np.array([end_s - started_s for end_s in ended_s.values()]))
-    return dict(zip(ended_s, started_s + np.nanmax(seconds, axis=0), strict=True))
+    latest_s = np.nanmax(seconds, axis=0).astype(np.float64)  # times of day do not fit 32 bits
+    return dict(zip(ended_s, (started_s + latest_s).tolist(), strict=True))
