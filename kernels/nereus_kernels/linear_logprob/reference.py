@@ -79,10 +79,13 @@ def _chunk_logprob(
     picked_N = jnp.take_along_axis(logits_NV, clipped_N[:, None], axis=-1)[:, 0]
     target_N = jnp.where(here_N, picked_N, 0.0)
     probs_NV = jnp.exp(logits_NV - log_z_N[:, None])
-    mean_logit_N = jnp.sum(probs_NV * jnp.where(probs_NV > 0, logits_NV, 0.0), axis=-1)
+    # Not log_z - sum(p l): two numbers of the size of a logit, whose difference would keep the
+    # rounding of sum(p) times that size.
+    surprisal_NV = jnp.where(probs_NV > 0, log_z_N[:, None] - logits_NV, 0.0)
+    entropy_N = jnp.sum(probs_NV * surprisal_NV, axis=-1)
     if axis_names:
-        target_N, mean_logit_N = lax.psum((target_N, mean_logit_N), axis_names)
-    return target_N - log_z_N, log_z_N - mean_logit_N
+        target_N, entropy_N = lax.psum((target_N, entropy_N), axis_names)
+    return target_N - log_z_N, entropy_N
 
 
 def linear_logprob(
@@ -99,8 +102,8 @@ def linear_logprob(
     """Log-probability of `targets` and entropy of the distribution that they are drawn from.
 
     With l = hidden @ weight.T / temperature:
-    logprob[n] = l[n, y_n] - log sum_v exp l[n, v];  entropy[n] = log sum_v exp l[n, v] - sum_v p[n,
-    v] l[n, v].
+    logprob[n] = l[n, y_n] - log sum_v exp l[n, v];  entropy[n] = sum_v p[n, v] (log sum_u
+    exp l[n, u] - l[n, v]).
 
     Differentiable in `hidden_ND` and `weight_VD`. Inside `shard_map`, `axis_names` are the mesh
     axes that the vocabulary is split over; the results are then the same on all of them.
