@@ -75,7 +75,7 @@ def partition_spec(leaf: LeafSpec, rules: ShardingRules) -> PartitionSpec:
 
 
 def initialize(config: DecoderConfig, head: Head, site: Site, dtype: str, seed: int) -> Params:
-    """Random parameters; the same values on every mesh."""
+    """Random parameters; the same draws on every mesh, equal up to the last bit of rounding."""
     spec = config.spec(head, dtype)
     shardings = site.shardings(spec)
 
