@@ -14,9 +14,7 @@ system. A process that could not write raises; the others cannot go on without i
 
 import contextlib
 import dataclasses
-import functools
 import json
-import logging
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -49,6 +47,7 @@ from nereus_jax.runtime.checkpoint_files import (
     reason,
     sweep,
 )
+from nereus_jax.runtime.checkpoint_noise import quiet
 
 ARRAYS, META, CHECKSUMS = "arrays", "meta", "checksums"
 
@@ -81,7 +80,6 @@ class CheckpointStore:
         self._directory = Path(directory).absolute()
         check_directory(self._directory, fingerprint)
         self._saving: int | None = None
-        self._log_filter = functools.partial(_is_not_orbax)  # an object of its own
         try:
             if jax.process_index() == 0:
                 prepare_directory(self._directory, fingerprint)
@@ -91,8 +89,8 @@ class CheckpointStore:
                 f"workdir or set its permissions"
             ) from error
         host.barrier("checkpoints are open")
-        # orbax logs each failure with several tracebacks; here it is raised, in one line.
-        logging.getLogger("absl").addFilter(self._log_filter)
+        self._quiet = contextlib.ExitStack()
+        self._quiet.enter_context(quiet())
         self._keep = keep
         self._steps = _manager(self._directory / STEPS, keep)
         self._frozen = _manager(self._directory / FROZEN, 1)
@@ -151,7 +149,7 @@ class CheckpointStore:
         finally:
             self._steps.close()
             self._frozen.close()
-            logging.getLogger("absl").removeFilter(self._log_filter)
+            self._quiet.close()
 
     def read_meta(self, step: int) -> dict[str, Any]:
         """The `meta` of a checkpoint.
@@ -335,7 +333,3 @@ def _reading(subject: _Subject) -> Iterator[None]:
         raise CheckpointError(
             f"{subject.name} cannot be read: {reason(error)}; {subject.remedy}"
         ) from error
-
-
-def _is_not_orbax(record: logging.LogRecord) -> bool:
-    return f"{os.sep}orbax{os.sep}" not in record.pathname
