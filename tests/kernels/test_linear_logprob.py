@@ -157,3 +157,20 @@ def test_bf16_inputs_accumulate_in_f32():
         assert ours.dtype == jnp.bfloat16
         difference = np.linalg.norm(ours.astype(np.float32) - want)
         assert difference < 0.03 * np.linalg.norm(want)
+
+
+def test_the_gradient_of_a_bf16_weight_is_summed_over_chunks_in_f32():
+    rng = np.random.default_rng(3)
+    hidden = jnp.asarray(rng.normal(size=(2048, D)) + 1.0, jnp.bfloat16)  # terms of one sign
+    weight = problem()[1].astype(jnp.bfloat16)
+    targets = jnp.asarray(rng.integers(0, V, 2048))
+
+    def loss(weight: jax.Array, token_chunk: int) -> jax.Array:
+        logprobs, _ = linear_logprob(hidden, weight, targets, vocab_size=V, token_chunk=token_chunk)
+        return jnp.sum(logprobs)
+
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    one, many = (np.asarray(gradient(weight, n), np.float32) for n in (2048, 4))
+    error = np.linalg.norm(one - many) / np.linalg.norm(one)
+    print(f"512 chunks against one: {error:.1e}")
+    assert error < 5e-3

@@ -133,8 +133,13 @@ def linear_logprob(
     padding = num_chunks * chunk - num_tokens
     hidden_CND = jnp.pad(hidden_ND, ((0, padding), (0, 0))).reshape(num_chunks, chunk, embed_dim)
     targets_CN = jnp.pad(targets_N, (0, padding)).reshape(num_chunks, chunk)
-    logprobs_CN, entropy_CN = lax.map(
-        jax.checkpoint(lambda c: compute(c[0], c[1], weight_VD, vocab_offset)),
-        (hidden_CND, targets_CN),
-    )
+    # Cast down in every chunk, so that the weight's gradient is summed over the chunks in float32:
+    # a sum in bfloat16 forgets the smaller terms.
+    weight32_VD = weight_VD.astype(jnp.float32)
+
+    @jax.checkpoint
+    def one_chunk(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return compute(*chunk, weight32_VD.astype(weight_VD.dtype), vocab_offset)
+
+    logprobs_CN, entropy_CN = lax.map(one_chunk, (hidden_CND, targets_CN))
     return logprobs_CN.reshape(-1)[:num_tokens], entropy_CN.reshape(-1)[:num_tokens]
