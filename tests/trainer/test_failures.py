@@ -83,8 +83,13 @@ def test_a_reward_function_that_fails(
     assert f"reward function {name} {reason}" in message
     assert f"the checkpoint of step 2 in {tmp_path / 'checkpoints'} is whole" in message
     assert [r["step"] for r in nereus.rows(tmp_path)] == [0, 1]
-    # Mended, the same command goes on.
-    child = nereus.run(tmp_path, "num_steps=3", f"reward.function={name}", *SMALL)
+
+
+@pytest.mark.slow
+def test_a_mended_reward_function_goes_on(nereus: Any, rewards_module: str, tmp_path: Path) -> None:
+    reward = f"reward.function={rewards_module}.raises"
+    message_of(nereus.run(tmp_path, "num_steps=3", reward, *SMALL))
+    child = nereus.run(tmp_path, "num_steps=3", reward, *SMALL)  # two calls of a process are good
     assert child.process.returncode == 0, child.stderr
     assert [r["step"] for r in nereus.rows(tmp_path)] == [0, 1, 2]
 
@@ -106,7 +111,8 @@ def test_a_reward_function_that_fails_in_an_evaluation(
 
 
 # With one update a step the next rollout is what fails, with more the second update.
-@pytest.mark.parametrize("minibatch", [8, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("minibatch", [8, 16])
 def test_a_diverging_run_names_the_last_good_checkpoint(
     nereus: Any, tmp_path: Path, minibatch: int
 ) -> None:
@@ -168,6 +174,7 @@ def test_a_full_disk(nereus: Any, small_disk: Path | None, tensorboard: bool) ->
     check_resume(nereus, workdir, step)
 
 
+@pytest.mark.slow
 def test_a_log_that_cannot_be_written(nereus: Any, tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl").symlink_to("/dev/full")
     child = nereus.run(tmp_path, "num_steps=3", "checkpoint.every=1", *SMALL)
@@ -194,7 +201,8 @@ def test_files_that_cannot_grow(nereus: Any, tmp_path: Path) -> None:
     check_resume(nereus, tmp_path, step)
 
 
-@pytest.mark.parametrize("overlong", ["drop", pytest.param("cut", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("overlong", ["drop", "cut"])
 def test_overlong_prompts_are_counted(nereus: Any, tmp_path: Path, overlong: str) -> None:
     data = tmp_path / "prompts.jsonl"
     texts = ["12345678" if i % 4 == 0 else "123" for i in range(64)]

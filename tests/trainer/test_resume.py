@@ -68,6 +68,7 @@ def check_samples(workdir: Path, num_steps: int) -> None:
     assert [tokens[:n].tolist() for row in rows for tokens, n in row] == wanted
 
 
+@pytest.mark.slow
 def test_rows_after_the_checkpoint_are_cut(nereus: Any, finished_run: Path, tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     copy_up_to(finished_run, workdir, 5)
@@ -94,12 +95,24 @@ def test_ctrl_c_ends_at_a_step_and_the_same_command_goes_on(
     assert 2 <= step < 8
     assert f"interrupted: step {step} of 8 is saved" in child.stderr
     assert max(r["step"] for r in nereus.rows(tmp_path, "samples")) == step - 1
-    # Resumed, finished, and started once more: the third start has nothing left to do.
-    for _ in range(2):
-        child = nereus.run(tmp_path, *RUN)
-        assert child.process.returncode == 0, child.stderr
-        assert nereus.same_rows(tmp_path) == nereus.same_rows(finished_run)
-        assert nereus.rows(tmp_path, "samples") == nereus.rows(finished_run, "samples")
+    child = nereus.run(tmp_path, *RUN)
+    assert child.process.returncode == 0, child.stderr
+    assert nereus.same_rows(tmp_path) == nereus.same_rows(finished_run)
+    assert nereus.rows(tmp_path, "samples") == nereus.rows(finished_run, "samples")
+
+
+@pytest.mark.slow
+def test_a_finished_run_started_again_stays_as_it_is(
+    nereus: Any, finished_run: Path, tmp_path: Path
+) -> None:
+    workdir = tmp_path / "run"
+    shutil.copytree(finished_run, workdir)
+    child = nereus.run(workdir, *RUN, "checkpoint.keep=100")
+    assert child.process.returncode == 0, child.stderr
+    assert nereus.same_rows(workdir) == nereus.same_rows(finished_run)
+    for name in ("samples", "timeline"):
+        assert nereus.rows(workdir, name) == nereus.rows(finished_run, name)
+    assert finished_steps(workdir / "checkpoints") == finished_steps(finished_run / "checkpoints")
 
 
 def test_another_plan_and_device_count_take_the_same_step(

@@ -43,8 +43,7 @@ def test_recorded_rollouts_give_the_same_steps(
     nereus: Any, finished_run: Path, tmp_path: Path
 ) -> None:
     recorded = f"rollout.recorded_dir={finished_run / 'rollouts'}"
-    arguments = ("num_steps=3", "rollout.source=recorded", recorded)
-    children = nereus.start_two(tmp_path, *arguments)
+    children = nereus.start_two(tmp_path, "num_steps=3", "rollout.source=recorded", recorded)
     assert [c.wait() for c in children] == [0, 0], [c.stderr for c in children]
     got, wanted = (training_rows(nereus, w, 3) for w in (tmp_path, finished_run))
     check_rows(got, wanted)
@@ -52,11 +51,6 @@ def test_recorded_rollouts_give_the_same_steps(
     assert all(row["stage_s"]["critic-TRAIN"] > 1e-3 for row in got)
     assert "step 1/3" in children[0].stderr and "step 1/3" not in children[1].stderr
     assert finished_steps(tmp_path / "checkpoints") == [3]
-
-    child = nereus.run(tmp_path, *arguments[1:], "num_steps=4")
-    assert child.process.returncode == 0, child.stderr
-    got, wanted = (training_rows(nereus, w, 4) for w in (tmp_path, finished_run))
-    check_rows(got, wanted)
 
 
 @pytest.mark.slow
@@ -82,7 +76,9 @@ def test_stages_and_edges_across_the_processes(
 
 
 @pytest.mark.slow
-def test_ctrl_c_to_one_process_ends_both_at_one_step(nereus: Any, tmp_path: Path) -> None:
+def test_ctrl_c_to_one_process_ends_both_and_one_process_goes_on(
+    nereus: Any, finished_run: Path, tmp_path: Path
+) -> None:
     first, second = nereus.start_two(tmp_path, "num_steps=1000")
     first.wait_for(lambda: len(nereus.rows(tmp_path)) > 1)
     second.interrupt()
@@ -92,9 +88,12 @@ def test_ctrl_c_to_one_process_ends_both_at_one_step(nereus: Any, tmp_path: Path
     assert [r["step"] for r in rows] == list(range(step))
     assert f"interrupted: step {step} of 1000 is saved" in first.stderr
 
-    children = nereus.start_two(tmp_path, f"num_steps={step + 1}")
-    assert [c.wait() for c in children] == [0, 0], [c.stderr for c in children]
-    assert [r["step"] for r in nereus.rows(tmp_path)] == list(range(step + 1))
+    last = max(step + 1, 8)
+    child = nereus.run(tmp_path, f"num_steps={last}")
+    assert child.process.returncode == 0, child.stderr
+    assert [r["step"] for r in nereus.rows(tmp_path)] == list(range(last))
+    rows = training_rows(nereus, finished_run, 3)
+    check_rows(training_rows(nereus, tmp_path, 3), rows)  # before the rounding can show in a token
 
 
 @pytest.mark.slow
