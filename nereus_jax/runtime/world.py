@@ -6,7 +6,8 @@ Devices are named by (host, index on the host) everywhere above; backends number
 """
 
 import dataclasses
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -14,29 +15,13 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from nereus_jax.core.devices import DeviceId, DevicePool
-from nereus_jax.core.errors import ConfigError, WorldError
+from nereus_jax.core.errors import ConfigError
 from nereus_jax.core.layout import MESH_AXES
 from nereus_jax.core.plan import Placement
+from nereus_jax.runtime.processes import DistributedConfig, join_processes
 
 DeviceHandle: TypeAlias = Any
 """A `jax.Device`, which is no class to a type checker."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DistributedConfig:
-    """How the processes of a job find each other.
-
-    Attributes:
-      enabled: join a multi-process job.
-      coordinator: host:port of process 0, or None to let jax detect it (SLURM, Kubernetes, ...).
-      num_processes: number of processes, or None to detect it.
-      process_id: this process's rank, or None to detect it.
-    """
-
-    enabled: bool = False
-    coordinator: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,23 +54,14 @@ def form_world(distributed: DistributedConfig | None = None, emulated_devices: i
       emulated_devices: run on this many emulated CPU devices in each process; 0: the real ones.
 
     Raises:
-      ConfigError: the backend runs already with other devices than asked for.
+      ConfigError: the backend runs already with other devices than asked for, there is none, or
+        the description of the job cannot be right.
       WorldError: the processes did not find each other.
     """
     if emulated_devices:
         _emulate(emulated_devices)
     if distributed is not None and distributed.enabled:
-        try:
-            jax.distributed.initialize(
-                coordinator_address=distributed.coordinator,
-                num_processes=distributed.num_processes,
-                process_id=distributed.process_id,
-            )
-        except (RuntimeError, ValueError) as error:
-            raise WorldError(
-                f"the processes did not come together: {error}; check --coordinator, "
-                f"--num-processes and --process-id, or the scheduler's environment"
-            ) from error
+        join_processes(distributed)
     return take_stock()
 
 
@@ -106,7 +82,7 @@ def take_stock() -> World:
     """The devices that the backend has now, named by host and index."""
     handles: dict[DeviceId, DeviceHandle] = {}
     counts: dict[int, int] = {}
-    for device in sorted(jax.devices(), key=lambda d: (d.process_index, d.id)):
+    for device in sorted(_devices(), key=lambda d: (d.process_index, d.id)):
         index = counts.get(device.process_index, 0)
         counts[device.process_index] = index + 1
         handles[DeviceId(device.process_index, index)] = device
@@ -117,3 +93,15 @@ def take_stock() -> World:
         process_index=jax.process_index(),
         num_processes=jax.process_count(),
     )
+
+
+def _devices() -> Sequence[DeviceHandle]:
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a platform without its plugin
+        reason = " ".join(str(error).split()) or "it starts no backend"
+        wanted = os.environ.get("JAX_PLATFORMS", "")
+        raise ConfigError(
+            f"jax finds no devices, with JAX_PLATFORMS={wanted!r}: {reason}; correct "
+            f"JAX_PLATFORMS or the installation (extra cuda12 or cuda13), or set emulated_devices"
+        ) from error

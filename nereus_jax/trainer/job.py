@@ -119,6 +119,7 @@ def read_inputs(config: RunConfig) -> Inputs:
     reward_model = None
     if config.reward.model_path:
         reward_model = huggingface.TensorSource(config.reward.model_path, Head.SCALAR).config
+        _check_fits(config, tokenizer, reward_model, "the reward model")
     if config.model.path:
         huggingface.TensorSource(config.model.path, Head.LM)  # every tensor is there, or DataError
     return Inputs(
@@ -156,19 +157,28 @@ def _model_config(config: RunConfig, tokenizer: Tokenizer) -> DecoderConfig:
             tie_embeddings=sizes.tie_embeddings,
             max_positions=sizes.max_positions,
         )
+    _check_fits(config, tokenizer, model, "the model")
+    return model
+
+
+def _check_fits(
+    config: RunConfig, tokenizer: Tokenizer, model: DecoderConfig, subject: str
+) -> None:
     if tokenizer.vocab_size > model.vocab_size:
+        remedy = f"use the tokenizer that belongs to {subject}"
+        if not config.model.path:
+            remedy += ", or model.vocab_size = 0 where the model is a random one"
         raise ConfigError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model's vocabulary only "
-            f"{model.vocab_size}; use the tokenizer that belongs to the model"
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the vocabulary of {subject} "
+            f"only {model.vocab_size}; {remedy}"
         )
     longest = config.data.max_prompt_length + config.rollout.max_response_length
     if longest > model.max_positions:
         raise ConfigError(
-            f"prompt and response take up to {longest} tokens, but the model has "
+            f"prompt and response take up to {longest} tokens, but {subject} has "
             f"{model.max_positions} positions; lower data.max_prompt_length or "
             f"rollout.max_response_length"
         )
-    return model
 
 
 def _make_stream(config: RunConfig, tokenizer: Tokenizer, split: str) -> PromptStream:
@@ -195,7 +205,9 @@ def _make_stream(config: RunConfig, tokenizer: Tokenizer, split: str) -> PromptS
         system_prompt=data.system_prompt,
         prompt_suffix=data.prompt_suffix,
     )
-    stream.take(0, 1)  # a template or a tokenizer that fails, fails now
+    first = stream.take(0, 1).samples[0]  # a template or a tokenizer that fails, fails now
+    if split == "train" and config.warmup.num_steps:
+        tokenizer.encode(first.answer, add_special_tokens=False)
     return stream
 
 

@@ -20,10 +20,11 @@ from nereus_jax.runtime.engines.train import TrainState
 from nereus_jax.runtime.world import World
 from nereus_jax.trainer.compilation import compile_programs
 from nereus_jax.trainer.evaluation import evaluate
+from nereus_jax.trainer.footprint import check_memory, stage_bytes
 from nereus_jax.trainer.job import Inputs, Job, make_job
-from nereus_jax.trainer.outputs import Outputs, check_unused, check_workdir
+from nereus_jax.trainer.outputs import Outputs, check_unused, check_writable
 from nereus_jax.trainer.ppo import StepResult, TrainBatch, run_step
-from nereus_jax.trainer.rollouts import rollout_file, take_prompts
+from nereus_jax.trainer.rollouts import check_recording, rollout_file, take_prompts
 from nereus_jax.trainer.rows import non_finite_update, sample_rows, step_row
 from nereus_jax.trainer.state import (
     Counters,
@@ -60,19 +61,23 @@ def train(config: RunConfig, inputs: Inputs, world: World, workdir: Path) -> Non
     """
     job = make_job(config, inputs, world)
     with host.together():
-        check_workdir(workdir)
+        check_memory(job, stage_bytes(job))
+        check_writable("--workdir", workdir)
         check_directory(workdir / CHECKPOINTS, fingerprint(config))
+        steps = finished_steps(workdir / CHECKPOINTS)
         if config.checkpoint.resume == "never":
-            check_unused(workdir, finished_steps(workdir / CHECKPOINTS))
-    with _open_session(job, workdir) as (session, resumed_from), _interrupts() as interrupted:
+            check_unused(workdir, steps)
+        check_recording(config, max(steps, default=0))
+    with _open_session(job, workdir) as (session, resumed_from):
         start_s = time.perf_counter()
         compile_programs(job, warmup=resumed_from is None)
         session.outputs.message(
             f"compiled {len(job.programs.items())} programs in "
             f"{time.perf_counter() - start_s:.1f} s"
         )
-        state = _start(session) if resumed_from is None else _resume(session, resumed_from)
-        _run(session, state, interrupted)
+        with _interrupts() as interrupted:  # until here there is nothing to save: Ctrl-C ends
+            state = _start(session) if resumed_from is None else _resume(session, resumed_from)
+            _run(session, state, interrupted)
 
 
 @contextmanager

@@ -17,20 +17,24 @@ from nereus_jax.report.progress import ProgressReporter
 from nereus_jax.report.timeline import TimelineWriter
 
 
-def check_workdir(workdir: Path) -> None:
-    """Creates the work directory and proves that it can be written.
+def check_writable(setting: str, directory: Path) -> None:
+    """Creates a directory and proves that it can be written.
+
+    Args:
+      setting: that names the directory, for the error.
+      directory: to look at.
 
     Raises:
       ConfigError: it cannot.
     """
-    probe = workdir / f".write-test-{uuid.uuid4().hex}"
+    probe = directory / f".write-test-{uuid.uuid4().hex}"
     try:
-        workdir.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         probe.write_text("")
         probe.unlink()
     except OSError as error:
         raise ConfigError(
-            f"--workdir {str(workdir)!r} cannot be written: {error.strerror or error}; "
+            f"{setting} {str(directory)!r} cannot be written: {error.strerror or error}; "
             f"choose a directory that you may write to"
         ) from None
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from nereus_jax.config import RunConfig
 from nereus_jax.core.errors import DataError, DivergenceError, RewardError
 from nereus_jax.data.prompts import PromptSample, Taken, batch
 from nereus_jax.rl.rewards import call_reward
@@ -108,6 +109,25 @@ def assemble(
 def rollout_file(directory: Path, step: int) -> Path:
     """Where the rollout of a step is recorded."""
     return directory / f"step_{step:08d}.npz"
+
+
+def check_recording(config: RunConfig, first_step: int) -> None:
+    """Looks for the recorded rollouts of all steps from `first_step` on, where they are replayed.
+
+    Raises:
+      DataError: one is missing.
+    """
+    if config.rollout.source != "recorded":
+        return
+    directory = Path(config.rollout.recorded_dir).expanduser()
+    for step in range(first_step, config.num_steps):
+        path = rollout_file(directory, step)
+        if not path.is_file():
+            remedy = f", or lower num_steps to {step}" if step else ""
+            raise DataError(
+                f"recorded rollout {path} does not exist, but num_steps={config.num_steps} asks "
+                f"for it; record it first (rollout.record = True){remedy}"
+            )
 
 
 def replay(job: Job, prompts: PromptBatch, step: int) -> Rollout:
