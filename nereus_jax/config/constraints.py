@@ -27,14 +27,16 @@ class Range:
     def __str__(self) -> str:
         parts: list[str] = []
         if self.low is not None:
-            parts.append(f"{'>' if self.low_open else '>='} {self.low:g}")
+            parts.append(f"{'>' if self.low_open else '>='} {self.low:.12g}")
         if self.high is not None:
-            parts.append(f"{'<' if self.high_open else '<='} {self.high:g}")
+            parts.append(f"{'<' if self.high_open else '<='} {self.high:.12g}")
         return " and ".join(parts) or "that is finite"
 
 
 PositiveInt = Annotated[int, Range(low=1)]
 NonNegativeInt = Annotated[int, Range(low=0)]
+SeedInt = Annotated[int, Range(low=0, high=2**32 - 1)]
+ProblemCount = Annotated[int, Range(low=0, high=100_000_000)]
 FiniteFloat = Annotated[float, Range()]
 PositiveFloat = Annotated[float, Range(low=0, low_open=True)]
 NonNegativeFloat = Annotated[float, Range(low=0)]

@@ -57,8 +57,9 @@ def load_config_file(
 def _execute(file: str, path: Path) -> Callable[..., Any]:
     """Runs the file as a module and returns its `get_config`."""
     if not path.is_file():
-        beside = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
-        found = f" (in {str(path.parent)!r}: {', '.join(beside[:8])})" if beside else ""
+        place = path if path.is_dir() else path.parent
+        beside = sorted(p.name for p in place.glob("*.py")) if place.is_dir() else []
+        found = f" (in {str(place)!r}: {', '.join(beside[:8])})" if beside else ""
         raise ConfigError(
             f"configuration file {file!r} does not exist or is not a file{found}; pass "
             "--config=FILE.py with a get_config() in it"

@@ -18,6 +18,8 @@ from nereus_jax.config.constraints import (
     PositiveInt,
     PositiveProbability,
     Probability,
+    ProblemCount,
+    SeedInt,
 )
 from nereus_jax.config.plan_entry import PlanEntry
 
@@ -82,9 +84,9 @@ class DataConfig:
     """'path/to/file.jsonl' or 'task:NAME' for a procedural task."""
     eval: str
     """The same for evaluation."""
-    train_size: NonNegativeInt = 0
-    """Problems of a training task."""
-    eval_size: NonNegativeInt = 0
+    train_size: ProblemCount = 0
+    """Problems of a training task; an epoch's order takes 8 bytes of host memory for each."""
+    eval_size: ProblemCount = 0
     """Problems of an evaluation task."""
     prompt_field: str = "prompt"
     """Field of a JSONL record with the prompt."""
@@ -298,8 +300,8 @@ class RunConfig:
 
     num_steps: PositiveInt
     """RL steps."""
-    seed: NonNegativeInt = 0
-    """Seed of initialization, data order and sampling."""
+    seed: SeedInt = 0
+    """Seed of initialization, data order and sampling; 32 bits."""
     emulated_devices: NonNegativeInt = 0
     """N > 0: run on N emulated CPU devices per process; 0: on the real ones."""
     compilation_cache_dir: str = ""

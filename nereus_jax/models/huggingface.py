@@ -83,7 +83,7 @@ class TensorSource:
     """
 
     def __init__(self, directory: str | pathlib.Path, head: Head | None = None) -> None:
-        self.directory = pathlib.Path(directory)
+        self.directory = pathlib.Path(directory).expanduser()
         self.config, self.head, architecture = read_checkpoint_config(
             self.directory / "config.json"
         )

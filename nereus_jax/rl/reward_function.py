@@ -76,7 +76,7 @@ def _import_module(module_name: str, dotted_name: str) -> Any:
             f"reward.function {dotted_name!r}: there is no module {missing!r}"
             f"{_nearest(name, _submodules(parent))}; put its folder on the import path (PYTHONPATH)"
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"reward.function {dotted_name!r}: importing {module_name!r} failed with "
             f"{_describe(error)}"

@@ -136,7 +136,7 @@ def test_a_reference_and_numpy_numbers_are_values() -> None:
         ("num_steps", 3.0, ["num_steps: expected an int >= 1", "got 3.0 (float)"]),
         ("num_steps", True, ["num_steps: expected an int >= 1", "got True (bool)"]),
         ("num_steps", 0, ["num_steps must be an int >= 1, got 0"]),
-        ("seed", -1, ["seed must be an int >= 0, got -1"]),
+        ("seed", -1, ["seed must be an int >= 0 and <= 4294967295, got -1"]),
         ("algorithm.clip", "0.2", ["algorithm.clip: expected a float > 0", "'0.2' (str)"]),
         ("algorithm.clip", True, ["algorithm.clip: expected a float > 0"]),
         ("algorithm.gamma", 1.5, ["algorithm.gamma must be a float >= 0 and <= 1, got 1.5"]),
