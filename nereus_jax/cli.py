@@ -1,15 +1,17 @@
 """The `nereus` command.
 
 Exit codes: 0 done, 1 an error while running, 2 a mistake in the command, the configuration, the
-data or the plan, 130 interrupted for the second time.
+data or the plan, 130 ended at once by Ctrl-C: while it started, or by the second one in training.
 """
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from nereus_jax.config import RunConfig, load_config_file, parse_config
 from nereus_jax.core.errors import ConfigError, NereusError
@@ -20,6 +22,17 @@ EMULATION_FLAGS = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
 )
 
+INTERRUPTED = 130
+FLAGS = (
+    "--config",
+    "--workdir",
+    "--dry-run",
+    "--distributed",
+    "--coordinator",
+    "--num-processes",
+    "--process-id",
+)
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
@@ -27,15 +40,30 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="nereus", description="RL post-training on JAX with adaptive layouts.")
+    parser = _Parser(
+        prog="nereus",
+        description="RL post-training on JAX with adaptive layouts.",
+        epilog="`nereus train --help` tells what it takes.",
+    )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     train = commands.add_parser(
         "train",
         help="train from a configuration file",
-        description="Trains. Every key of the configuration can be set: --config.seed=1",
+        description=(
+            "Trains; the same command again goes on from the last checkpoint in --workdir. Ctrl-C "
+            "saves one at the end of the step, a second Ctrl-C ends at once."
+        ),
+        epilog=(
+            "Every key of the configuration can be set here: --config.seed=1 "
+            "--config.model.num_layers=4 --config.plan.actor-TRAIN=dp=2,pp=2,tp=2. All keys, with "
+            "their defaults and units: nereus_jax/config/schema.py"
+        ),
+        allow_abbrev=False,
     )
-    train.add_argument("--config", required=True, metavar="FILE", help="a file with get_config()")
-    train.add_argument("--workdir", type=Path, metavar="DIR", help="where results go")
+    train.add_argument(
+        "--config", metavar="FILE[:ARG]", help="a file with get_config(), required; ARG is passed"
+    )
+    train.add_argument("--workdir", metavar="DIR", help="where results go; required to train")
     train.add_argument(
         "--dry-run",
         action="store_true",
@@ -56,34 +84,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
     try:
         arguments, rest = _parser().parse_known_args(argv)
-        return _train(arguments, rest)
+        code = _train(arguments, rest)
+        sys.stdout.flush()
+        return code
     except NereusError as error:
-        print(f"nereus: error: {error}", file=sys.stderr)
+        print(f"nereus: error: {_one_line(error)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("nereus: stopped at once; the last checkpoint is whole", file=sys.stderr)
-        return 130
+        print("nereus: stopped at once; checkpoints saved before are whole", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read the output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _one_line(error: NereusError) -> str:
+    """The message; what it cites of a library may hold line ends."""
+    return " ".join(str(error).splitlines())
 
 
 def _train(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    overrides = [r for r in rest if r.startswith(("--config.", "--noconfig."))]
-    unknown = [r for r in rest if r not in overrides]
-    if unknown:
+    overrides = _overrides(rest)
+    if arguments.config is None:
         raise ConfigError(
-            f"unknown argument {unknown[0]!r}; a key of the configuration is set as "
-            f"--config.key=value, see `nereus train --help` for the rest"
+            "--config is missing; name a file with a get_config(): --config=configs/ppo_tiny.py"
         )
-    if arguments.workdir is None and not arguments.dry_run:
+    if not arguments.workdir and not arguments.dry_run:
         raise ConfigError("--workdir is missing; name a directory for results: --workdir=runs/one")
     # A console script does not search the directory it is started in; reward functions live there.
-    sys.path.insert(0, os.getcwd())
-    config = parse_config(load_config_file(arguments.config, overrides))
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        config = parse_config(load_config_file(arguments.config, overrides))
+    except OSError as error:  # to ask whether a file exists may be refused, too
+        raise ConfigError(
+            f"{error.filename} cannot be read: {error.strerror or error}; mend it, or name another"
+        ) from error
     _prepare_backend(config)
     # jax is imported only from here on: its flags are read once.
     run = importlib.import_module("nereus_jax.trainer.command")
     run.run_train(
         config,
-        workdir=arguments.workdir,
+        workdir=Path(arguments.workdir).expanduser() if arguments.workdir else None,
         dry_run=arguments.dry_run,
         distributed=run.DistributedConfig(
             enabled=arguments.distributed
@@ -99,6 +141,27 @@ def _train(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
+def _overrides(rest: Sequence[str]) -> list[str]:
+    """The arguments that set keys of the configuration; refuses all others.
+
+    A value may follow its key as an argument of its own.
+    """
+    overrides: list[str] = []
+    for argument in rest:
+        is_key = argument.startswith(("--config.", "--noconfig."))
+        is_value = not argument.startswith("--") and overrides and "=" not in overrides[-1]
+        if not is_key and not (is_value and overrides[-1].startswith("--config.")):
+            name = argument.partition("=")[0]
+            close = difflib.get_close_matches(name, FLAGS, 1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise ConfigError(
+                f"unknown argument {argument!r}{hint}; a key of the configuration is set as "
+                f"--config.KEY=VALUE, see `nereus train --help` for the rest"
+            )
+        overrides.append(argument)
+    return overrides
+
+
 def _prepare_backend(config: RunConfig) -> None:
     if config.emulated_devices:
         flags = os.environ.get("XLA_FLAGS", "").split()
@@ -108,5 +171,13 @@ def _prepare_backend(config: RunConfig) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
 
 
+def script() -> NoReturn:
+    """Runs the command that the process was started with, and ends the process."""
+    code = main()
+    if code == INTERRUPTED:  # XLA, stopped in the middle of a compilation, crashes in a tidy exit
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    script()

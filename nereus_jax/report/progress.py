@@ -10,6 +10,7 @@ Both show the text of `format_step`. The keys of a row that it reads, each optio
     step_s, stage_s                seconds of the step, and by stage: {"actor-GENERATE": 1.2, ...}
 """
 
+import contextlib
 import math
 import statistics
 import sys
@@ -109,7 +110,9 @@ class ProgressReporter:
 
     def _print(self, line: str) -> None:
         if self._live is None:
-            print(line, file=self._stream, flush=True)
+            # Who reads it may be gone, such as `tee` after Ctrl-C; the run is not to end for that.
+            with contextlib.suppress(BrokenPipeError):
+                print(line, file=self._stream, flush=True)
         else:
             self._live.console.print(Text(line))
 
