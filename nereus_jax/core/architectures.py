@@ -10,6 +10,8 @@ import dataclasses
 import enum
 
 from nereus_jax.core.emu_spec import DTYPE_BYTES, EmuSpec, LeafSpec
+from nereus_jax.core.errors import InfeasiblePlanError
+from nereus_jax.core.layout import ParallelLayout
 
 LAYER_PREFIX = "layers."
 
@@ -94,6 +96,18 @@ class DecoderConfig:
                 for name, shape, axes in table
             )
         )
+
+    def check_layout(self, layout: ParallelLayout) -> None:
+        """Raises InfeasiblePlanError if the model cannot be split like this.
+
+        Only whole query heads go to a tensor-parallel rank; the rest is padded or replicated.
+        """
+        if self.num_heads % layout.tp:
+            allowed = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            raise InfeasiblePlanError(
+                f"tp={layout.tp} does not divide the {self.num_heads} query heads of the model; "
+                f"use one of {allowed}"
+            )
 
     def layer_params(self) -> int:
         """Elements of one layer."""

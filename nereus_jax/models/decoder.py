@@ -167,12 +167,17 @@ class Decoder(nnx.Module):
         return psum(jnp.where(here_BS[:, :, None], found_BSD, 0), self.axes.vocab)
 
     def run_layers(self, x_BSD: jax.Array, *, remat: bool = False) -> jax.Array:
-        """The layers held here over whole rows, positions counted from column 0."""
+        """The layers held here over whole rows, positions counted from column 0.
+
+        Weights may be wider than the activations: each layer casts its own, so that gradients of
+        several microbatches add up in the weights' dtype.
+        """
         cos, sin = self.rope(jnp.arange(x_BSD.shape[1])[None, :])
         graphdef, stacked = nnx.split(self.layers)
 
         def body(x: jax.Array, layer: nnx.State) -> tuple[jax.Array, None]:
-            return nnx.merge(graphdef, layer)(x, cos, sin)[0], None
+            cast = jax.tree.map(lambda w: w.astype(x.dtype), layer)
+            return nnx.merge(graphdef, cast)(x, cos, sin)[0], None
 
         return jax.lax.scan(jax.checkpoint(body) if remat else body, x_BSD, stacked)[0]
 

@@ -137,7 +137,7 @@ def _load_leaf(
 
 
 def live_bytes_per_device(arrays: Mapping[str, jax.Array]) -> dict[DeviceHandle, int]:
-    """Bytes that the arrays take on each local device, shared buffers counted once a call."""
+    """Bytes that the arrays take on each local device; the caller leaves out aliases."""
     totals: dict[DeviceHandle, int] = {}
     for array in arrays.values():
         for shard in array.addressable_shards:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nereus_jax.core.architectures import DecoderConfig
 from nereus_jax.core.devices import DeviceId, DevicePool
 from nereus_jax.core.errors import InfeasiblePlanError
 from nereus_jax.core.layout import ParallelLayout
@@ -114,3 +115,18 @@ def test_an_entry_that_is_no_object_is_refused(entry):
 def test_unknown_model_stages_are_refused(name):
     with pytest.raises(InfeasiblePlanError, match="unknown model-stage"):
         Plan.from_json({name: GOOD})
+
+
+def test_a_tensor_parallel_degree_that_cuts_query_heads_is_refused() -> None:
+    model = DecoderConfig(
+        num_layers=2,
+        embed_dim=8,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=4,
+        mlp_dim=8,
+        vocab_size=11,
+    )
+    model.check_layout(ParallelLayout(dp=2, pp=3, tp=6))
+    with pytest.raises(InfeasiblePlanError, match=r"tp=4 .* 6 query heads .* \[1, 2, 3, 6\]"):
+        model.check_layout(ParallelLayout(tp=4))

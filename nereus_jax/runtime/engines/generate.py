@@ -42,6 +42,9 @@ class GenerateEngine:
     precision: str
     programs: ProgramCache = dataclasses.field(compare=False)
 
+    def __post_init__(self) -> None:
+        self.config.check_layout(self.site.placement.layout)
+
     def padded_rows(self, num_rows: int) -> int:
         """Rows of the compiled batch.
 

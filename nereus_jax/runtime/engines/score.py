@@ -61,6 +61,9 @@ class ScoreEngine:
     token_chunk: int
     programs: ProgramCache = dataclasses.field(compare=False)
 
+    def __post_init__(self) -> None:
+        self.config.check_layout(self.site.placement.layout)
+
     @property
     def head(self) -> Head:
         return Head.LM if self.kind is ScoreKind.LOGPROBS else Head.SCALAR

@@ -87,6 +87,9 @@ class TrainEngine:
     optimizer_key: Hashable
     programs: ProgramCache = dataclasses.field(compare=False)
 
+    def __post_init__(self) -> None:
+        self.config.check_layout(self.site.placement.layout)
+
     @property
     def spec(self) -> EmuSpec:
         """The leaves of the parameters."""
@@ -172,7 +175,11 @@ class TrainEngine:
         def flush_loss(
             params: Params, part: Params, scalars: Params
         ) -> tuple[jax.Array, dict[str, jax.Array]]:
-            cast = {name: x.astype(self.compute_dtype) for name, x in params.items()}
+            # The layers cast their own weights, microbatch by microbatch: see Decoder.run_layers.
+            cast = {
+                name: x if name.startswith(LAYER_PREFIX) else x.astype(self.compute_dtype)
+                for name, x in params.items()
+            }
             outputs = self._outputs(bind(graphdef, cast), part, width)
             flat = {name: x.reshape(-1, *x.shape[2:]) for name, x in part.items()}
             loss, metrics = self.objective(outputs, flat, scalars)
