@@ -6,6 +6,7 @@ from nereus_jax.config import default_config
 
 
 def get_config() -> Any:
+    """The run; every key can be set on the command line."""
     config = default_config()
     config.num_steps = 48
     config.emulated_devices = 8

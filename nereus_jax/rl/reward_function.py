@@ -187,7 +187,7 @@ def _first_non_number(returned: Any) -> int:
     return 0
 
 
-def _describe(error: Exception, function: RewardFunction | None = None) -> str:
+def _describe(error: BaseException, function: RewardFunction | None = None) -> str:
     message = shorten(" ".join(str(error).split()), 200)
     return f"{type(error).__name__}: {message}{_location(error, function)}"
 

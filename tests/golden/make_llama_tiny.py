@@ -8,8 +8,8 @@ import pathlib
 from typing import Any
 
 import numpy as np
-import torch
-import transformers
+import torch  # pyright: ignore[reportMissingImports]
+import transformers  # pyright: ignore[reportMissingImports]
 from safetensors.numpy import save_file
 
 DIRECTORY = pathlib.Path(__file__).parent / "llama_tiny"

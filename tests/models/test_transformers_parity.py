@@ -107,7 +107,7 @@ def test_logits_are_those_of_transformers(expected: dict[str, np.ndarray]) -> No
     module = nnx.eval_shape(lambda: Decoder(source.config, Head.LM, rngs=nnx.Rngs(0)))
     graph = nnx.split(module)[0]
     with jax.default_matmul_precision("highest"):
-        logits = np.asarray(bind(graph, params)(expected["prompts"]))
+        logits = np.asarray(bind(graph, params)(jax.numpy.asarray(expected["prompts"])))
     width = expected["prompts"].shape[1]
     inside_BP = np.arange(width)[None, :] < expected["prompt_lengths"][:, None]
     np.testing.assert_allclose(
