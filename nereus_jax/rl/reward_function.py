@@ -192,7 +192,7 @@ def _describe(error: BaseException, function: RewardFunction | None = None) -> s
     return f"{type(error).__name__}: {message}{_location(error, function)}"
 
 
-def _location(error: Exception, function: RewardFunction | None = None) -> str:
+def _location(error: BaseException, function: RewardFunction | None = None) -> str:
     """Says where the user's code failed: its deepest frame that is not an installed library."""
     if isinstance(error, SyntaxError) and function is None:  # the imported file itself
         return f" at {error.filename}:{error.lineno}"
