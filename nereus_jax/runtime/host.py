@@ -7,6 +7,7 @@ hold nothing of the array. Host values are the same on every process.
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,6 +15,14 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nereus_jax.core import errors
+
+
+def cpu_device() -> Any:
+    """A CPU device for small arithmetic of the host; None where JAX_PLATFORMS leaves no CPU."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
 
 
 def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:

@@ -292,7 +292,7 @@ def prepare(
     Returns:
       advantages [B, T] (whitened where configured), raw_advantages [B, T], returns [B, T].
     """
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    with jax.default_device(host.cpu_device()):
         computed = _prepare(
             algorithm.gamma,
             algorithm.gae_lambda,
