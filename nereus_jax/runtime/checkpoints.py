@@ -80,15 +80,15 @@ class CheckpointStore:
         self._directory = Path(directory).absolute()
         check_directory(self._directory, fingerprint)
         self._saving: int | None = None
-        try:
-            if jax.process_index() == 0:
-                prepare_directory(self._directory, fingerprint)
-        except OSError as error:
-            raise StorageError(
-                f"no checkpoint can be written in {self._directory}: {reason(error)}; use another "
-                f"workdir or set its permissions"
-            ) from error
-        host.barrier("checkpoints are open")
+        with host.together():
+            try:
+                if jax.process_index() == 0:
+                    prepare_directory(self._directory, fingerprint)
+            except OSError as error:
+                raise StorageError(
+                    f"no checkpoint can be written in {self._directory}: {reason(error)}; use "
+                    f"another workdir or set its permissions"
+                ) from error
         self._quiet = contextlib.ExitStack()
         self._quiet.enter_context(quiet())
         self._keep = keep

@@ -96,12 +96,6 @@ def together() -> Iterator[None]:
     raise getattr(errors, kind)(message)
 
 
-def barrier(name: str) -> None:
-    """Waits for all processes."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
-
-
 def broadcast_text(text: str, source: int = 0) -> str:
     """One process's text, on every process."""
     if jax.process_count() == 1:

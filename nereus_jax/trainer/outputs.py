@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nereus_jax.config import RunConfig, config_to_json
-from nereus_jax.core.errors import ConfigError
+from nereus_jax.core.errors import ConfigError, StorageError
 from nereus_jax.core.plan import Plan
 from nereus_jax.core.timeline import Span
 from nereus_jax.report.jsonl import JsonlWriter, samples_writer
@@ -137,5 +137,12 @@ class Outputs:
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise StorageError(
+            f"cannot write {path}: {error.strerror or error}; free space or make the place "
+            f"writable, then start the same command again"
+        ) from error
