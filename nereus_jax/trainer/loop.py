@@ -30,7 +30,7 @@ from nereus_jax.trainer.state import (
     Counters,
     JobState,
     frozen_models,
-    initial_actor,
+    initial_actor_params,
     initial_critic,
     model_spec,
     refresh_edges,
@@ -109,9 +109,10 @@ def _open_session(job: Job, workdir: Path) -> Iterator[tuple[Session, int | None
 def _start(session: Session) -> JobState:
     """The state before step 0: loaded or random models, the warm-up, the frozen copies."""
     job = session.job
-    actor, position = initial_actor(job), 0
+    params, position = initial_actor_params(job), 0
     if job.config.warmup.num_steps:
-        actor, position = run_warmup(job, actor, session.outputs.message)
+        params, position = run_warmup(job, params, session.outputs.message)
+    actor = job.actor_train.init(params)
     state = JobState(
         counters=Counters(data_position=position, kl_coef=job.config.algorithm.kl.coef),
         actor=actor,

@@ -85,14 +85,12 @@ def model_spec(job: Job, stage: ModelStage) -> EmuSpec:
     return job.inputs.model.spec(head, job.config.model.compute_dtype)
 
 
-def initial_actor(job: Job) -> TrainState:
-    """The actor of the configured path, or a random one, with a fresh optimizer."""
+def initial_actor_params(job: Job) -> Params:
+    """The weights of the actor of the configured path, or random ones."""
     site, config = job.sites[ACTOR_TRAIN], job.config
     if config.model.path:
-        params = load(job.actor_train.spec, site, TensorSource(config.model.path, Head.LM).read)
-    else:
-        params = initialize(job.inputs.model, Head.LM, site, config.model.param_dtype, config.seed)
-    return job.actor_train.init(params)
+        return load(job.actor_train.spec, site, TensorSource(config.model.path, Head.LM).read)
+    return initialize(job.inputs.model, Head.LM, site, config.model.param_dtype, config.seed)
 
 
 def initial_critic(job: Job, actor: Mapping[str, jax.Array]) -> TrainState:
@@ -130,14 +128,14 @@ def refresh_edges(job: Job, state: JobState) -> tuple[Span, ...]:
     """Brings the weights of every edge up to date with their source; returns when each moved."""
     spans: list[Span] = []
     for edge in job.workflow.weight_edges:
-        start_s = time.time()
+        start_s, begin_s = time.time(), time.perf_counter()  # only the second never steps back
         params = refresh_edge(job, state, edge)
         jax.block_until_ready(params)
         span = Span(
             name=f"{edge.source}->{edge.target}",
             kind="weight_edge",
             start_s=start_s,
-            end_s=time.time(),
+            end_s=start_s + time.perf_counter() - begin_s,
             devices=tuple(str(d) for d in job.plan[edge.target].devices),
             step=state.counters.step,
         )

@@ -11,7 +11,7 @@ from nereus_jax.core.errors import DivergenceError
 from nereus_jax.data.prompts import PromptSample, batch
 from nereus_jax.rl.losses import token_weights
 from nereus_jax.runtime import host
-from nereus_jax.runtime.engines.train import TrainState
+from nereus_jax.runtime.emu import Params
 from nereus_jax.trainer.job import Job, make_warmup_engine
 
 
@@ -35,17 +35,16 @@ def answer_rows(job: Job, samples: Sequence[PromptSample]) -> tuple[np.ndarray, 
     return tokens_BS, lengths_B, response_lengths_B
 
 
-def run_warmup(
-    job: Job, actor: TrainState, report: Callable[[str], None]
-) -> tuple[TrainState, int]:
-    """Trains on the answers.
+def run_warmup(job: Job, params: Params, report: Callable[[str], None]) -> tuple[Params, int]:
+    """Trains on the answers; `params` are given up.
 
     Returns:
-      The actor with trained parameters and a fresh RL optimizer, and the samples consumed.
+      The trained parameters, and the samples consumed. The optimizer ends here, so that its state
+      and that of RL never take memory at the same time.
     """
     config = job.config.warmup
     engine = make_warmup_engine(job)
-    state = engine.init(actor.params)
+    state = engine.init(params)
     position, width = 0, job.config.rollout.max_response_length
     for step in range(config.num_steps):
         taken = job.inputs.train_prompts.take(position, config.batch_size)
@@ -69,4 +68,4 @@ def run_warmup(
                     f"lower warmup.learning_rate (now {config.learning_rate})"
                 )
             report(f"warm-up {step + 1}/{config.num_steps} | loss {float(values['loss']):.3f} nats")
-    return job.actor_train.init(state.params), position
+    return dict(state.params), position
