@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from nereus_jax.config import AlgorithmConfig, RunConfig
@@ -227,21 +226,23 @@ def _advantages(job: Job, state: JobState, values: Values) -> TrainBatch:
     rewards_B = np.asarray(values["rewards"], np.float32)
     if not np.all(np.isfinite(rewards_B)):
         raise RewardError(
-            f"the reward model gave a non-finite score for sample {int(np.argmin(rewards_B))}; "
+            f"the reward model gave a non-finite score for sample "
+            f"{int(np.argmax(~np.isfinite(rewards_B)))}; "
             f"check reward.model_path"
         )
     mode = old_logprobs_mode(job.config)
     arrays: dict[str, np.ndarray] = {"old_logprobs": rollout.logprobs_BT}
     metrics: dict[str, float] = {}
-    if str(ACTOR_SCORE) in {str(s) for s in job.scores}:
+    if ACTOR_SCORE in job.scores:
         scored_BT = values["actor_scores"]["logprobs"]
         difference = np.abs(scored_BT - rollout.logprobs_BT)[mask_BT]
         metrics["rollout_train_logp_diff"] = float(difference.mean())
         metrics["entropy"] = float(values["actor_scores"]["entropy"][mask_BT].mean())
         if mode == "corrected":
-            correction = truncated_importance(
-                scored_BT, rollout.logprobs_BT, mask_BT, algorithm.correction_cap
-            )
+            with jax.default_device(host.cpu_device()):
+                correction = truncated_importance(
+                    scored_BT, rollout.logprobs_BT, mask_BT, algorithm.correction_cap
+                )
             arrays["correction"] = np.asarray(correction)
         arrays["old_logprobs"] = scored_BT
     has_reference = "reference_scores" in values
@@ -329,7 +330,7 @@ def _prepare(
     raw_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, gamma, gae_lambda)
     advantages_BT = whiten(raw_BT, mask_BT) if whiten_advantages else raw_BT
     return {
-        "advantages": jnp.asarray(advantages_BT),
+        "advantages": advantages_BT,
         "raw_advantages": raw_BT,
         "returns": returns_BT,
     }
