@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# The design: simulator and config join when they are written.
+# The simulator joins when it is written.
 WITHOUT_JAX = (
     "nereus_jax.core",
     "nereus_jax.config",

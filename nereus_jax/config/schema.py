@@ -113,7 +113,8 @@ class RewardConfig:
     function: str = ""
     """Dotted name of a reward function, 'package.module.function'."""
     model_path: str = ""
-    """Hugging Face directory of a reward model."""
+    """Hugging Face directory of a reward model (LlamaForSequenceClassification with one label); it
+    reads the actor's tokens, so its tokenizer must be the same."""
     success_threshold: FiniteFloat = 1.0
     """A reward of at least this counts as a success in the metrics."""
     clip: NonNegativeFloat = 0.0
@@ -135,7 +136,7 @@ class RolloutConfig:
     top_p: PositiveProbability = 1.0
     """Sample among the likeliest tokens that hold this mass; 1: all."""
     stop: tuple[str, ...] = ()
-    """Strings that end a response."""
+    """Strings that end a response, each one token of the tokenizer."""
     source: Literal["live", "recorded"] = "live"
     """live: generate; recorded: replay the files of `recorded_dir`."""
     record: bool = False
@@ -267,7 +268,8 @@ class CheckpointConfig:
     keep: PositiveInt = 2
     """Checkpoints that stay on disk."""
     resume: Literal["auto", "never"] = "auto"
-    """auto: go on from the newest checkpoint of the run directory; never: start anew."""
+    """auto: go on from the newest checkpoint of the run directory; never: refuse a directory
+    that holds a run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

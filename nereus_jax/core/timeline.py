@@ -10,7 +10,7 @@ class Span:
     name: str
     """What ran: the model-stage (`actor-GENERATE`), the transition, `checkpoint`, ..."""
     kind: str
-    """Its class, for colours and sums: `stage`, `weight_edge`, `compile`, `host`, ..."""
+    """Its class, for colours and sums: `model_stage`, `weight_edge`, `compile`, `host`, ..."""
     start_s: float
     """On the run's clock, in seconds: Unix time live (so that a resumed run and all processes
     share it), virtual time in a simulation."""

@@ -123,7 +123,7 @@ def ppo(*, reward_model: bool, reference: bool, recompute_old_logprobs: bool) ->
     if reward_model:
         score(REWARD_SCORE, "rewards")
     else:
-        calls.append(HostCall(name="rewards", inputs=rollout, outputs=("rewards",)))
+        calls.append(HostCall(name="rewards", inputs=("prompts", *rollout), outputs=("rewards",)))
         scores.append("rewards")
     calls += [
         HostCall(name="advantages", inputs=(*rollout, *scores), outputs=("batch",)),

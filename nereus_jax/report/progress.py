@@ -4,8 +4,8 @@ Both show the text of `format_step`. The keys of a row that it reads, each optio
 
     reward_mean                    mean reward of the step's samples
     success_rate                   share of samples at or above the success threshold, 0..1
-    kl                             KL divergence to the reference, nats per token
-    response_length_mean    mean length of the responses
+    kl                             KL divergence to the reference, nats per response
+    response_length_mean           mean length of the responses
     tokens_per_s                   prompt and response tokens of the step over its seconds
     step_s, stage_s                seconds of the step, and by stage: {"actor-GENERATE": 1.2, ...}
 """

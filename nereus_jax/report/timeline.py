@@ -103,7 +103,7 @@ def to_perfetto(spans: Sequence[Span]) -> dict[str, Any]:
 
 
 def _tracks(spans: Iterable[Span]) -> dict[str, int]:
-    """Track numbers: the host first, then the devices in natural order (cpu:2 before cpu:10)."""
+    """Track numbers: the host first, then the devices in natural order (0:2 before 0:10)."""
     devices = {device for span in spans for device in span.devices}
 
     def natural(name: str) -> list[tuple[int, str]]:

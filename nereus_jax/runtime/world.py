@@ -1,5 +1,5 @@
-"""The processes and devices of the job. Nothing else keeps a `jax.Device` from one step to the
-next.
+"""The processes and devices of the job: the only place that looks devices up. Meshes are made here,
+and others hold a device through its mesh alone.
 
 Devices are named by (host, index on the host) everywhere above; backends number them as they like
 (with two CPU processes the second one's ids start at 2048).

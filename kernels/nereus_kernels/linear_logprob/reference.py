@@ -4,7 +4,7 @@ The reference: plain jax, and the contract that faster implementations are teste
 `token_chunk` rows of logits exist at a time, in the forward and in the backward pass (each chunk is
 recomputed there), so memory does not grow with tokens x vocabulary.
 
-Shapes: N tokens, D embed, V rows of the vocabulary held here.
+Shapes: N tokens (of one of C chunks where C leads), D embed, V rows of the vocabulary held here.
 """
 
 import functools

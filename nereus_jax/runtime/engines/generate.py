@@ -70,7 +70,7 @@ class GenerateEngine:
         seed: int,
         sampling: SamplingConfig,
     ) -> Mapping[str, jax.Array]:
-        """Starts generation; the arrays hold the padded rows until `collect` cuts them.
+        """Starts generation; the arrays hold the padded rows, which the caller cuts.
 
         Args:
           params: the model's arrays on this site.

@@ -3,10 +3,10 @@
 A minibatch is cut over dp replicas, pipeline flushes (gradient accumulation) and microbatches
 (GPipe, see `models/pipeline.py` for its memory bound). The loss is a sum over tokens with weights
 that were normalized over the whole minibatch, so the update is the same for every layout. Gradients
-accumulate in float32 on each device and are summed once a minibatch, over dp and over the
-tensor-parallel ranks that share a parameter. With ZeRO-1 (Rajbhandari et al. 2020) they are
-reduce-scattered over dp instead, each replica updates its part of the parameters, and the parts are
-gathered again.
+accumulate on each device in the dtype of the master weights (float32 by default) and are summed
+once a minibatch, over dp and over the tensor-parallel ranks that share a parameter. With ZeRO-1
+(Rajbhandari et al. 2020) they are reduce-scattered over dp instead, each replica updates its part
+of the parameters, and the parts are gathered again.
 
 Shapes: B rows, S sequence, T response.
 """
