@@ -154,11 +154,6 @@ class EmuSpec:
     def num_elements(self) -> int:
         return sum(leaf.num_elements for leaf in self.leaves)
 
-    def with_dtype(self, dtype: str) -> "EmuSpec":
-        """The same leaves in another dtype."""
-        leaves = tuple(dataclasses.replace(leaf, dtype=dtype) for leaf in self.leaves)
-        return dataclasses.replace(self, leaves=leaves)
-
     def with_zero(self, mesh_shape: tuple[int, ...]) -> "EmuSpec":
         """The same leaves, also split over dp where they can be: optimizer state of ZeRO-1."""
         leaves = tuple(leaf.with_zero(self.rules, mesh_shape) for leaf in self.leaves)

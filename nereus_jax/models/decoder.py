@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nereus_jax.core.architectures import LAYER_PREFIX, DecoderConfig, Head
-from nereus_jax.core.emu_spec import EmuSpec
 from nereus_jax.models.attention import causal_attention, match_heads
 from nereus_jax.models.mesh_axes import UNSHARDED, MeshAxes, axis_index, psum
 
@@ -237,14 +236,3 @@ def flat_params(module: Decoder) -> dict[str, jax.Array]:
     """The named arrays of a decoder: the inverse of `bind`."""
     flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
     return {".".join(str(p) for p in path): leaf[...] for path, leaf in flat}
-
-
-def check_spec(spec: EmuSpec, params: Mapping[str, jax.Array]) -> None:
-    """Raises ValueError if the arrays are not the leaves of `spec`."""
-    expected = {leaf.name: leaf.shape for leaf in spec}
-    got = {name: tuple(x.shape) for name, x in params.items()}
-    if expected != got:
-        wrong = sorted(n for n in {*expected, *got} if expected.get(n) != got.get(n))
-        raise ValueError(
-            f"leaves differ from the spec: {[(n, got.get(n), expected.get(n)) for n in wrong]}"
-        )

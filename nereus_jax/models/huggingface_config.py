@@ -59,7 +59,8 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 def read_checkpoint_config(path: pathlib.Path) -> tuple[DecoderConfig, Head, str]:
     """The configuration, the head and the name of the architecture."""
     content = read_json(path)
-    names = content.get("architectures") or ["(none)"]
+    given = content.get("architectures")
+    names: list[Any] = given if isinstance(given, list) and given else [given or "(none)"]
     if len(names) != 1 or names[0] not in ARCHITECTURES:
         raise DataError(
             f"{path}: architecture {', '.join(map(str, names))} is not supported; "

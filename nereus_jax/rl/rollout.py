@@ -9,7 +9,6 @@ import dataclasses
 import os
 import zipfile
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -131,11 +130,6 @@ class Rollout:
         """Prompt and response tokens in all rows, without padding."""
         return int(self.lengths_B.sum(dtype=np.int64))
 
-    @property
-    def num_response_tokens(self) -> int:
-        """Response tokens in all rows."""
-        return int(self.response_lengths_B.sum(dtype=np.int64))
-
     def take(self, rows: np.ndarray) -> "Rollout":
         """Returns the given rows (integer indices or a bool mask of B) in the given order."""
         return dataclasses.replace(self, **{name: getattr(self, name)[rows] for name in _DTYPES})
@@ -196,54 +190,3 @@ class Rollout:
                 f"recorded rollout {path} cannot be read ({type(error).__name__}: {reason}): "
                 "record it again"
             ) from error
-
-
-def concat(rollouts: Sequence[Rollout]) -> Rollout:
-    """Joins the rows of rollouts of the same widths and the same policy version.
-
-    Raises:
-        ValueError: nothing to join, or widths or policy versions differ.
-    """
-    if not rollouts:
-        raise ValueError("concat needs at least one Rollout, got none")
-    kinds = {(r.prompt_width, r.response_width, r.policy_version) for r in rollouts}
-    if len(kinds) > 1:
-        raise ValueError(
-            "concat needs equal (prompt width, response width, policy version), "
-            f"got {sorted(kinds)}"
-        )
-    joined = {name: np.concatenate([getattr(r, name) for r in rollouts]) for name in _DTYPES}
-    return dataclasses.replace(rollouts[0], **joined)
-
-
-def response_view(
-    x_BS: np.ndarray, prompt_lengths_B: np.ndarray, response_width: int
-) -> np.ndarray:
-    """Gathers the response columns: out[b, t] = x[b, prompt_lengths_B[b] + t].
-
-    Entries beyond a response are whatever the row holds there; mask them before use. For a quantity
-    that sits one column earlier (logits or values before the token) pass `prompt_lengths_B - 1`.
-
-    Args:
-        x_BS: any dtype.
-        prompt_lengths_B: integers in [0, S - response_width].
-        response_width: T.
-
-    Returns:
-        [B, T], a copy.
-
-    Raises:
-        ValueError: a gathered column would lie outside the row.
-    """
-    if x_BS.ndim != 2 or prompt_lengths_B.shape != x_BS.shape[:1]:
-        raise ValueError(f"expected [B, S] and [B], got {x_BS.shape} and {prompt_lengths_B.shape}")
-    last_start = x_BS.shape[1] - response_width
-    bad_B = (prompt_lengths_B < 0) | (prompt_lengths_B > last_start)
-    if bad_B.any():
-        row = int(np.argmax(bad_B))
-        raise ValueError(
-            f"row {row} starts at column {prompt_lengths_B[row]}; {response_width} columns of "
-            f"{x_BS.shape[1]} need a start in 0..{last_start}"
-        )
-    columns_BT = prompt_lengths_B[:, None] + np.arange(response_width)[None, :]
-    return np.take_along_axis(x_BS, columns_BT, axis=1)

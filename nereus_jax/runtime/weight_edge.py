@@ -47,10 +47,11 @@ def transfer(
         sharding = target.leaf_sharding(leaf, target_spec.rules)
         if value.shape != shape or value.dtype != jnp.dtype(leaf.dtype):
             value = _reform(value, leaf, shape, source_spec, source)
-        moved[leaf.name] = value if value.sharding == sharding else _move(value, sharding)
-    # device_put shares the buffers of slices that stay where they are, so that a copy is made of
-    # every leaf and not only of those that came back as they were.
-    return jax.tree.map(jnp.copy, moved) if copy else moved
+        value = value if value.sharding == sharding else _move(value, sharding)
+        # device_put shares the buffers of slices that stay where they are: every leaf is copied,
+        # not only those that came back as they were.
+        moved[leaf.name] = jnp.copy(value) if copy else value
+    return moved
 
 
 def _move(value: jax.Array, sharding: NamedSharding) -> jax.Array:

@@ -1,5 +1,6 @@
 """Compiling everything that a run will execute before it starts."""
 
+from nereus_jax.core.roles import REWARD_SCORE
 from nereus_jax.trainer.evaluation import evaluation_rows
 from nereus_jax.trainer.job import Job, make_warmup_engine
 
@@ -21,6 +22,8 @@ def compile_programs(job: Job, *, warmup: bool) -> None:
     if config.eval.every:
         sampling = job.sampling(config.eval.temperature)
         job.generate.program(evaluation_rows(job), prompt_width, sampling)
+        if REWARD_SCORE in job.scores:
+            job.scores[REWARD_SCORE].program(evaluation_rows(job), length, width)
     for stage in sorted(job.scores):
         job.scores[stage].program(rows, length, width)
     for engine in (job.actor_train, job.critic_train):

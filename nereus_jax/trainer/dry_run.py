@@ -1,8 +1,13 @@
 """`--dry-run`: the plan, the shapes and the bytes per device of every model-stage."""
 
+from collections.abc import Mapping, Sequence
+
 from nereus_jax.core.architectures import Head
+from nereus_jax.core.devices import DeviceId
+from nereus_jax.core.roles import ModelStage
 from nereus_jax.trainer.compilation import compile_programs
 from nereus_jax.trainer.footprint import (
+    StageBytes,
     check_memory,
     device_bytes,
     gib,
@@ -23,6 +28,12 @@ def dry_run(job: Job) -> None:
     check_memory(job, stage_bytes(job))  # the state alone, before minutes of compilation
     compile_programs(job, warmup=True)
     stages = stage_bytes(job)
+    if job.world.is_main:
+        _report(job, stages)
+    check_memory(job, stages)
+
+
+def _report(job: Job, stages: Mapping[ModelStage, StageBytes]) -> None:
     model, config = job.inputs.model, job.config
     print(
         f"model: {model.num_params(Head.LM):,} parameters, {model.num_layers} layers, "
@@ -41,13 +52,11 @@ def dry_run(job: Job) -> None:
     )
     for stage, need in stages.items():
         placement = job.plan[stage]
-        devices = [str(d) for d in placement.devices]
-        shown = devices[0] if len(devices) == 1 else f"{devices[0]}..{devices[-1]}"
         print(
             COLUMNS.format(
                 str(stage),
                 str(placement.layout),
-                shown,
+                _shown(placement.devices),
                 gib(need.parameters) if need.parameters else "shared",
                 gib(need.optimizer),
                 gib(need.temporaries),
@@ -57,9 +66,18 @@ def dry_run(job: Job) -> None:
     worst = max(needs, key=lambda d: needs[d])
     print(f"\nlargest device: {worst} with {gib(needs[worst])} (all held + largest temporary)")
     if config.emulated_devices:
+        here = [need for device, need in needs.items() if device.host == job.world.process_index]
         print(
-            f"all {len(needs)} emulated devices: {gib(sum(needs.values()))} of "
+            f"all {len(here)} emulated devices of this host: {gib(sum(here))} of "
             f"{gib(host_memory_bytes())} host memory"
         )
     print(f"compiled {len(job.programs.items())} programs in {job.programs.compile_s:.1f} s")
-    check_memory(job, stages)
+
+
+def _shown(devices: Sequence[DeviceId]) -> str:
+    """Devices as `0:0..0:3` where they follow each other on one host, else one by one."""
+    first, last = devices[0], devices[-1]
+    run = [DeviceId(first.host, first.index + i) for i in range(len(devices))]
+    if len(devices) > 2 and list(devices) == run:
+        return f"{first}..{last}"
+    return ",".join(str(d) for d in devices)

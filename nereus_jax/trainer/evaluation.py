@@ -85,11 +85,12 @@ def _evaluate_batch(
 
 
 def _model_rewards(job: Job, state: JobState, rollout: Rollout) -> np.ndarray:
+    fill = evaluation_rows(job) - rollout.num_rows  # one compiled shape, also for a short batch
     arrays = job.scores[REWARD_SCORE].dispatch(
         stage_params(job, state, REWARD_SCORE),
-        rollout.tokens_BS,
-        rollout.prompt_lengths_B,
-        rollout.lengths_B,
+        np.pad(rollout.tokens_BS, ((0, fill), (0, 0))),
+        np.pad(rollout.prompt_lengths_B, (0, fill)),
+        np.pad(rollout.lengths_B, (0, fill)),
         rollout.response_width,
     )
     return host.fetch(arrays)["rewards"][: rollout.num_rows]

@@ -166,8 +166,8 @@ def _check_fits(
 ) -> None:
     if tokenizer.vocab_size > model.vocab_size:
         remedy = f"use the tokenizer that belongs to {subject}"
-        if not config.model.path:
-            remedy += ", or model.vocab_size = 0 where the model is a random one"
+        if config.model.vocab_size:  # only a random model has a size to change
+            remedy += ", or set model.vocab_size = 0"
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, but the vocabulary of {subject} "
             f"only {model.vocab_size}; {remedy}"

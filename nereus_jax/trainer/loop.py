@@ -5,13 +5,20 @@ import dataclasses
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from nereus_jax.config import RunConfig, fingerprint
-from nereus_jax.core.errors import DivergenceError, RewardError, StorageError
+from nereus_jax.core.errors import (
+    ConfigError,
+    DataError,
+    DivergenceError,
+    RewardError,
+    StorageError,
+)
 from nereus_jax.core.roles import ModelStage
 from nereus_jax.rl.kl import KLControllerState, update_kl_controller
 from nereus_jax.runtime import host
@@ -71,6 +78,8 @@ def train(config: RunConfig, inputs: Inputs, world: World, workdir: Path) -> Non
     with _open_session(job, workdir) as (session, resumed_from):
         start_s = time.perf_counter()
         compile_programs(job, warmup=resumed_from is None)
+        with host.together():
+            check_memory(job, stage_bytes(job))  # now with the temporaries that XLA counted
         session.outputs.message(
             f"compiled {len(job.programs.items())} programs in "
             f"{time.perf_counter() - start_s:.1f} s"
@@ -130,6 +139,7 @@ def _resume(session: Session, step: int) -> JobState:
     """The state of a checkpoint, on this run's plan."""
     job, store = session.job, session.store
     meta = store.read_meta(step)
+    counters = _restored_counters(job.config, meta, session.workdir)
     engines = {"actor": job.actor_train, "critic": job.critic_train}
     abstract = {
         name: TrainState(engine.site.abstract(engine.spec), engine.abstract_opt_state())
@@ -146,11 +156,36 @@ def _resume(session: Session, step: int) -> JobState:
         }
     session.outputs.message(f"resumed from the checkpoint of step {step}")
     return JobState(
-        counters=Counters(**meta["counters"]),
+        counters=counters,
         actor=restored["actor"],
         critic=restored["critic"],
         frozen=frozen,
     )
+
+
+def _data_identity(config: RunConfig) -> dict[str, object]:
+    """What gives a position in the data and a sample's number their meaning."""
+    return {"seed": config.seed, "data.train": config.data.train}
+
+
+def _restored_counters(config: RunConfig, meta: Mapping[str, Any], workdir: Path) -> Counters:
+    """The counters of a checkpoint.
+
+    Raises:
+      ConfigError: the run now has another seed or other data, where they would mean other samples.
+    """
+    saved = meta["data"]
+    for key, value in _data_identity(config).items():
+        if saved[key] != value:
+            raise ConfigError(
+                f"{workdir} was trained with {key}={saved[key]!r}, got {value!r}: its position in "
+                f"the data would name other samples; resume with the old value, or choose another "
+                f"--workdir"
+            )
+    counters = Counters(**meta["counters"])
+    if config.algorithm.kl.controller == "fixed":  # then the configuration rules, also a new one
+        counters = dataclasses.replace(counters, kl_coef=config.algorithm.kl.coef)
+    return counters
 
 
 def _is_frozen(job: Job, stage: ModelStage) -> bool:
@@ -163,7 +198,11 @@ def _save(session: Session, state: JobState) -> None:
     step = state.counters.step
     session.store.wait()  # the last save may be of this very step
     if session.store.latest_step() != step:
-        meta = {"counters": state.counters.to_json(), "plan": session.job.plan.to_json()}
+        meta = {
+            "counters": state.counters.to_json(),
+            "plan": session.job.plan.to_json(),
+            "data": _data_identity(session.job.config),
+        }
         session.store.save(step, state.trained(), meta)
 
 
@@ -172,9 +211,9 @@ def _run(session: Session, state: JobState, interrupted: threading.Event) -> Non
     session.outputs.start(state.counters.step)
     try:
         last_words = _run_steps(session, state, interrupted)
-    except RewardError as error:
-        _save(session, state)  # rewards come before any update: this is a step boundary
-        raise RewardError(f"{error}; {_last_good(session)}") from error
+    except (RewardError, DataError) as error:
+        _save(session, state)  # prompts and rewards come before any update: a step boundary
+        raise type(error)(f"{error}; {_last_good(session)}") from error
     except DivergenceError as error:
         raise DivergenceError(f"{error}; {_last_good(session)}") from error
     _save(session, state)
@@ -187,12 +226,12 @@ def _run_steps(session: Session, state: JobState, interrupted: threading.Event) 
     config = session.job.config
     every = config.checkpoint.every
     while state.counters.step < config.num_steps:
-        _maybe_evaluate(session, state)
         if host.agree_any(interrupted.is_set()):
             return (
                 f"interrupted: step {state.counters.step} of {config.num_steps} is saved in "
                 f"{session.workdir}; the same command goes on from there"
             )
+        _maybe_evaluate(session, state)
         _one_step(session, state)
         if every and state.counters.step % every == 0:
             _save(session, state)

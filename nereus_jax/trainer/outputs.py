@@ -1,5 +1,6 @@
 """The files of a run and its progress on the screen; only process 0 writes."""
 
+import contextlib
 import json
 import os
 import uuid
@@ -129,10 +130,15 @@ class Outputs:
         )
 
     def close(self) -> None:
-        """Closes the files and gives the terminal back."""
+        """Closes the files and gives the terminal back.
+
+        Rows are flushed as they are written, so that a disk too full to close a file loses none:
+        it must not hide the error that ends the run.
+        """
         for writer in (self._progress, self._metrics, self._samples, self._timeline):
             if writer is not None:
-                writer.close()
+                with contextlib.suppress(OSError):
+                    writer.close()
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -5,12 +5,14 @@ Shapes: B rows, P prompt, T response, S = P + T.
 
 from collections.abc import Callable, Sequence
 
+import jax
 import numpy as np
 
 from nereus_jax.core.errors import DivergenceError
 from nereus_jax.data.prompts import PromptSample, batch
 from nereus_jax.rl.losses import token_weights
 from nereus_jax.runtime import host
+from nereus_jax.runtime.dispatch import MAX_IN_FLIGHT
 from nereus_jax.runtime.emu import Params
 from nereus_jax.trainer.job import Job, make_warmup_engine
 
@@ -59,6 +61,8 @@ def run_warmup(job: Job, params: Params, report: Callable[[str], None]) -> tuple
             {"weights": token_weights(mask_BT, "token")},
             {},
         )
+        if step % MAX_IN_FLIGHT == MAX_IN_FLIGHT - 1:
+            jax.block_until_ready(metrics)
         last = step == config.num_steps - 1
         if last or step % 20 == 0:
             values = host.fetch(metrics)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nereus_jax.core.errors import DataError
-from nereus_jax.rl.rollout import Rollout, concat, response_view
+from nereus_jax.rl.rollout import Rollout
 
 
 def make_rollout(num_rows: int = 3, policy_version: int = 7) -> Rollout:
@@ -39,7 +39,6 @@ def test_derived_quantities():
     assert rollout.mask_BT.tolist() == [[True] * 3, [True, True, False], [False] * 3]
     assert rollout.lengths_B.tolist() == [7, 3, 2]
     assert rollout.num_tokens == 12  # 7 + 3 + 2
-    assert rollout.num_response_tokens == 5  # 3 + 2 + 0
 
 
 @pytest.mark.parametrize(
@@ -66,19 +65,11 @@ def test_a_malformed_rollout_is_refused_in_one_line(field: str, value: object, m
     assert "\n" not in str(caught.value)
 
 
-def test_take_and_concat_invert_each_other():
+def test_take_by_rows_order_and_mask():
     rollout = make_rollout(6)
-    assert_equal(concat([rollout.take(np.arange(2)), rollout.take(np.arange(2, 6))]), rollout)
     order = np.array([5, 3, 1, 0, 2, 4])
     assert_equal(rollout.take(order).take(np.argsort(order)), rollout)
     assert rollout.take(rollout.response_lengths_B > 2).num_rows == 2
-
-
-def test_concat_refuses_what_does_not_belong_together():
-    with pytest.raises(ValueError, match="at least one"):
-        concat([])
-    with pytest.raises(ValueError, match="policy version"):
-        concat([make_rollout(), make_rollout(policy_version=8)])
 
 
 def test_save_and_load_leave_bits_equal(tmp_path: Path):
@@ -150,17 +141,3 @@ def test_other_files_are_data_errors(tmp_path: Path):
     rewrite(path, finished_B=None)
     with pytest.raises(DataError, match="finished_B"):
         Rollout.load(path)
-
-
-def test_response_view_gathers_by_hand():
-    x = np.array([[0, 1, 2, 3, 4], [10, 11, 12, 13, 14]], np.float32)
-    got = response_view(x, np.array([3, 1], np.int32), 2)
-    assert got.tolist() == [[3, 4], [11, 12]]
-    assert got.dtype == np.float32
-    assert response_view(x, np.array([3, 1], np.int32) - 1, 2).tolist() == [[2, 3], [10, 11]]
-    with pytest.raises(ValueError, match=r"row 1 starts at column 4.*0\.\.3"):
-        response_view(x, np.array([3, 4], np.int32), 2)
-    with pytest.raises(ValueError, match="row 0 starts at column -1"):
-        response_view(x, np.array([-1, 1], np.int32), 2)
-    with pytest.raises(ValueError, match="expected"):
-        response_view(x, np.array([1], np.int32), 2)
