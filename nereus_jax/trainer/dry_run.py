@@ -78,6 +78,6 @@ def _shown(devices: Sequence[DeviceId]) -> str:
     """Devices as `0:0..0:3` where they follow each other on one host, else one by one."""
     first, last = devices[0], devices[-1]
     run = [DeviceId(first.host, first.index + i) for i in range(len(devices))]
-    if len(devices) > 2 and list(devices) == run:
+    if len(devices) > 1 and list(devices) == run:
         return f"{first}..{last}"
     return ",".join(str(d) for d in devices)
