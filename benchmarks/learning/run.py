@@ -16,26 +16,27 @@ ROOT = Path(__file__).resolve().parents[2]
 PLANS: dict[str, dict[str, str]] = {
     "mixed (as configured)": {},
     "data parallel": {
-        "actor-TRAIN": "dp=8,pp=1,tp=1",
-        "critic-TRAIN": "dp=8,pp=1,tp=1",
-        "actor-GENERATE": "dp=8,pp=1,tp=1",
-        "reference-SCORE": "dp=8,pp=1,tp=1",
-        "critic-SCORE": "dp=8,pp=1,tp=1",
+        "plan.actor-TRAIN": "dp=8,pp=1,tp=1",
+        "plan.critic-TRAIN": "dp=8,pp=1,tp=1",
+        "plan.actor-GENERATE": "dp=8,pp=1,tp=1",
+        "plan.reference-SCORE": "dp=8,pp=1,tp=1",
+        "plan.critic-SCORE": "dp=8,pp=1,tp=1",
+        "train.microbatch_size": "16",  # a minibatch of 128 rows is 16 for each of 8 replicas
     },
     "pipeline and tensor": {
-        "actor-TRAIN": "dp=1,pp=2,tp=4",
-        "critic-TRAIN": "dp=2,pp=2,tp=2",
-        "actor-GENERATE": "dp=4,pp=1,tp=2",
-        "reference-SCORE": "dp=1,pp=1,tp=4,devices=0-3",
-        "critic-SCORE": "dp=1,pp=2,tp=2,devices=4-7",
+        "plan.actor-TRAIN": "dp=1,pp=2,tp=4",
+        "plan.critic-TRAIN": "dp=2,pp=2,tp=2",
+        "plan.actor-GENERATE": "dp=4,pp=1,tp=2",
+        "plan.reference-SCORE": "dp=1,pp=1,tp=4,devices=0-3",
+        "plan.critic-SCORE": "dp=1,pp=2,tp=2,devices=4-7",
     },
 }
 
 
-def train(plan: dict[str, str], workdir: Path, extra: list[str]) -> dict[str, Any]:
+def train(overrides: dict[str, str], workdir: Path, extra: list[str]) -> dict[str, Any]:
     command = [sys.executable, "-m", "nereus_jax.cli", "train", "--config=configs/ppo_tiny.py"]
     command += [f"--workdir={workdir}", *extra]
-    command += [f"--config.plan.{stage}={layout}" for stage, layout in plan.items()]
+    command += [f"--config.{key}={value}" for key, value in overrides.items()]
     start_s = time.perf_counter()
     subprocess.run(command, cwd=ROOT, check=True)
     wall_s = time.perf_counter() - start_s
