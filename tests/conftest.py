@@ -38,6 +38,8 @@ hypothesis.settings.load_profile("ci")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set jax up before a test module can touch a device."""
+    # A shell may start pytest in the background with Ctrl-C ignored, which every child inherits.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     platforms = "cuda,cpu" if config.option.markexpr == "gpu" else "cpu"
     jax.config.update("jax_platforms", platforms)
     jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
