@@ -8,6 +8,7 @@ stays zero under training (see `models/decoder.py`).
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 
@@ -16,14 +17,39 @@ from nereus_jax.core.layout import DP, KV, MESH_AXES, PP, TP_AXES
 Box = tuple[tuple[int, int], ...]
 """Half-open index ranges (start, stop), one for each dim of a leaf."""
 
-DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int8": 1}
+DTYPE_BYTES: Mapping[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "complex128": 16,
+    "complex64": 8,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
+    "uint8": 1,
+    "bool": 1,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingRules:
-    """Logical axis -> the mesh axes it is split over; an axis that is not named is not split."""
+    """Logical axis -> the mesh axes it is split over; an axis that is not named is not split.
+
+    Attributes:
+      mesh_axes: for each logical axis, major first.
+      axis_names: the axes of the mesh, in its order.
+    """
 
     mesh_axes: Mapping[str, tuple[str, ...]]
+    axis_names: tuple[str, ...] = MESH_AXES
 
     def __call__(self, logical_axis: str | None) -> tuple[str, ...]:
         return self.mesh_axes.get(logical_axis, ()) if logical_axis else ()
@@ -82,7 +108,7 @@ class LeafSpec:
 
     def num_shards(self, rules: ShardingRules, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Into how many parts each dim is cut."""
-        sizes = dict(zip(MESH_AXES, mesh_shape, strict=True))
+        sizes = dict(zip(rules.axis_names, mesh_shape, strict=True))
         return tuple(math.prod(sizes[a] for a in axes) for axes in self.dim_axes(rules))
 
     def padded_shape(self, rules: ShardingRules, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -103,23 +129,36 @@ class LeafSpec:
         self, rules: ShardingRules, mesh_shape: tuple[int, ...], coordinates: tuple[int, ...]
     ) -> Box:
         """The index ranges of the padded array that the device at mesh `coordinates` holds."""
-        sizes = dict(zip(MESH_AXES, mesh_shape, strict=True))
-        place = dict(zip(MESH_AXES, coordinates, strict=True))
+        position = self._position(rules, mesh_shape, coordinates)
         local = self.local_shape(rules, mesh_shape)
-        ranges: list[tuple[int, int]] = []
-        for axes, extent in zip(self.dim_axes(rules), local, strict=True):
-            position = 0
+        return tuple((p * n, (p + 1) * n) for p, n in zip(position, local, strict=True))
+
+    def positions(
+        self, rules: ShardingRules, mesh_shape: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], ...]:
+        """Which block every device holds, in row-major order of the mesh."""
+        places = itertools.product(*(range(n) for n in mesh_shape))
+        return tuple(self._position(rules, mesh_shape, place) for place in places)
+
+    def _position(
+        self, rules: ShardingRules, mesh_shape: tuple[int, ...], coordinates: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        sizes = dict(zip(rules.axis_names, mesh_shape, strict=True))
+        place = dict(zip(rules.axis_names, coordinates, strict=True))
+        position: list[int] = []
+        for axes in self.dim_axes(rules):
+            index = 0
             for axis in axes:
-                position = position * sizes[axis] + place[axis]
-            ranges.append((position * extent, (position + 1) * extent))
-        return tuple(ranges)
+                index = index * sizes[axis] + place[axis]
+            position.append(index)
+        return tuple(position)
 
     def with_zero(self, rules: ShardingRules, mesh_shape: tuple[int, ...]) -> "LeafSpec":
         """This leaf with one dim also split over dp: the last one whose local extent dp divides.
 
         A leaf with no such dim (a short vector) stays replicated over dp; it is small.
         """
-        dp = mesh_shape[MESH_AXES.index(DP)]
+        dp = mesh_shape[rules.axis_names.index(DP)]
         if dp == 1:
             return self
         local = self.local_shape(rules, mesh_shape)

@@ -29,6 +29,16 @@ class InfeasiblePlanError(NereusError, ValueError):
     exit_code = 2
 
 
+class ReshardError(NereusError, ValueError):
+    """A tree, its shardings and the devices do not fit together; the source is untouched."""
+
+    exit_code = 2
+
+
+class LostStateError(NereusError, RuntimeError):
+    """A part of the state was on lost devices only; it must come from a snapshot or checkpoint."""
+
+
 class CheckpointError(NereusError, RuntimeError):
     """A checkpoint could not be written or read, or belongs to another model."""
 
