@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.slow
 def test_generate_prints_the_same_tokens_for_both_layouts() -> None:
     run = subprocess.run(
         [sys.executable, "examples/generate.py"],

@@ -98,6 +98,8 @@ def _open_session(job: Job, workdir: Path) -> Iterator[tuple[Session, int | None
     )
     try:
         step = store.latest_step()
+        if step is not None:  # before the outputs cut off what comes after the checkpoint
+            _check_same_data(config, store.read_meta(step), workdir)
         with host.together():
             outputs = Outputs(
                 workdir,
@@ -139,7 +141,7 @@ def _resume(session: Session, step: int) -> JobState:
     """The state of a checkpoint, on this run's plan."""
     job, store = session.job, session.store
     meta = store.read_meta(step)
-    counters = _restored_counters(job.config, meta, session.workdir)
+    counters = _restored_counters(job.config, meta)
     engines = {"actor": job.actor_train, "critic": job.critic_train}
     abstract = {
         name: TrainState(engine.site.abstract(engine.spec), engine.abstract_opt_state())
@@ -168,12 +170,8 @@ def _data_identity(config: RunConfig) -> dict[str, object]:
     return {"seed": config.seed, "data.train": config.data.train}
 
 
-def _restored_counters(config: RunConfig, meta: Mapping[str, Any], workdir: Path) -> Counters:
-    """The counters of a checkpoint.
-
-    Raises:
-      ConfigError: the run now has another seed or other data, where they would mean other samples.
-    """
+def _check_same_data(config: RunConfig, meta: Mapping[str, Any], workdir: Path) -> None:
+    """Raises ConfigError if a checkpoint's counters would mean other samples in this run."""
     saved = meta["data"]
     for key, value in _data_identity(config).items():
         if saved[key] != value:
@@ -182,6 +180,10 @@ def _restored_counters(config: RunConfig, meta: Mapping[str, Any], workdir: Path
                 f"the data would name other samples; resume with the old value, or choose another "
                 f"--workdir"
             )
+
+
+def _restored_counters(config: RunConfig, meta: Mapping[str, Any]) -> Counters:
+    """The counters of a checkpoint."""
     counters = Counters(**meta["counters"])
     if config.algorithm.kl.controller == "fixed":  # then the configuration rules, also a new one
         counters = dataclasses.replace(counters, kl_coef=config.algorithm.kl.coef)

@@ -96,7 +96,9 @@ def mixed_difference(stage: str, layout: ParallelLayout, chunk: int) -> int:
     return at(large, many) - at(small, many) - at(large, few) + at(small, few)
 
 
-both_stages = pytest.mark.parametrize("stage", ["SCORE", "TRAIN"])
+both_stages = pytest.mark.parametrize(
+    "stage", ["SCORE", pytest.param("TRAIN", marks=pytest.mark.slow)]
+)
 
 
 @both_stages

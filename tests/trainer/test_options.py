@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from nereus_jax.config import parse_config
 from nereus_jax.core.architectures import DecoderConfig, Head
@@ -45,6 +46,7 @@ def run(config: Any, workdir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_bfloat16_corrected_zero1_remat_and_an_adaptive_kl_in_the_loss(tmp_path: Path) -> None:
     config = tiny_run_config()
     config.emulated_devices = 8
@@ -90,6 +92,7 @@ def test_bfloat16_corrected_zero1_remat_and_an_adaptive_kl_in_the_loss(tmp_path:
     }
 
 
+@pytest.mark.slow
 def test_a_reward_model_scores_the_last_token(tmp_path: Path) -> None:
     model = DecoderConfig(
         num_layers=3,

@@ -208,3 +208,15 @@ def test_another_models_checkpoint_is_refused(nereus: Any, finished_run: Path) -
     (line,) = child.errors
     assert "another model" in line
     assert nereus.rows(finished_run) == before
+
+
+@pytest.mark.parametrize("change", ["seed=1", "data.train=task:sort_digits"])
+def test_another_seed_or_other_data_is_refused(
+    nereus: Any, finished_run: Path, change: str
+) -> None:
+    before = nereus.rows(finished_run)
+    child = nereus.run(finished_run, *RUN, change)
+    assert child.process.returncode == 2
+    (line,) = child.errors
+    assert "would name other samples" in line and change.split("=")[0] in line
+    assert nereus.rows(finished_run) == before

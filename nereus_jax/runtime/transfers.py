@@ -1,0 +1,214 @@
+"""A transfer of leaves, compiled for its devices: from global arrays to global arrays.
+
+Two paths carry out a schedule. `collective`: programs on the devices, in one process or several.
+`host`: the host puts the new blocks together; for parked state, whose blocks are in host memory,
+and for emulated devices of one process, where it is the faster one (`benchmarks/reshard`).
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import jax
+from jax.sharding import Sharding
+
+from nereus_jax.core.devices import DeviceId
+from nereus_jax.core.errors import ReshardError
+from nereus_jax.core.transfer import TransferSchedule
+from nereus_jax.runtime.compile_queue import CompileCost, CompileQueue, Compiling, compile_now
+from nereus_jax.runtime.executor import CollectiveTransfer, DeviceBlocks
+from nereus_jax.runtime.host_transfer import HostTransfer
+from nereus_jax.runtime.world import DeviceHandle
+
+Path = Literal["auto", "collective", "host"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransferCost:
+    """What a transfer cost beside its runs.
+
+    Attributes:
+      compile_s: compiling, all of it.
+      exposed_compile_s: of that, seconds that someone waited.
+      set_up_s: the first exchange between the devices, which sets up communicators; on one value.
+      first_run_s: the first run, until its results were there.
+    """
+
+    compile_s: float
+    exposed_compile_s: float
+    set_up_s: float
+    first_run_s: float
+
+
+class Transfer:
+    """Brings leaves from their tilings to others; compiled once, run as often as needed.
+
+    Every process of the devices makes it, compiles it and runs it, in the same order.
+    """
+
+    def __init__(
+        self,
+        schedule: TransferSchedule,
+        targets: Sequence[jax.ShapeDtypeStruct],
+        handles: Mapping[DeviceId, DeviceHandle],
+        *,
+        path: Path = "auto",
+        donate: bool = False,
+        parked: bool = False,
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+          schedule: what moves.
+          targets: shape (padding included), dtype and sharding of each resulting array.
+          handles: the backend's handle of each device of the schedule.
+          path: how; `auto` chooses.
+          donate: the sources are given up; what is not shared is freed batch by batch.
+          parked: the sources are in host memory.
+
+        Raises:
+          ReshardError: the path cannot be taken.
+        """
+        self.schedule = schedule
+        self.targets = tuple(targets)
+        self.donate = donate
+        self._handles = handles
+        self._index = {handles[d]: i for i, d in enumerate(schedule.devices)}
+        self.path = self._choose(path, parked)
+        self._host = HostTransfer(schedule, handles) if self.path == "host" else None
+        self._compiling: Compiling[CollectiveTransfer] | None = None
+        self._set_up_s = 0.0
+        self._first_run_s: float | None = None
+
+    @property
+    def moves(self) -> bool:
+        """Whether any device gets a new block; if not, nothing is compiled or dispatched."""
+        return bool(self.schedule.batches)
+
+    def compile(self) -> None:
+        """Compiles in this thread what `run` needs; does nothing if it is or will be there."""
+        if self._compiling is None and self._needs_programs:
+            self._compiling = compile_now(self._collective)
+
+    def compile_in(self, queue: CompileQueue) -> None:
+        """Compiles in the background; `run` waits for it."""
+        if self._compiling is None and self._needs_programs:
+            self._compiling = queue.submit(self._collective)
+
+    @property
+    def collective(self) -> CollectiveTransfer | None:
+        """The compiled programs; None where the path or the schedule needs none."""
+        self.compile()
+        return self._compiling.result() if self._compiling is not None else None
+
+    @property
+    def cost(self) -> TransferCost:
+        """What compiling and setting up cost so far."""
+        compiling = self._compiling
+        none = CompileCost(compile_s=0.0, exposed_s=0.0)
+        compiled = compiling.cost if compiling is not None else none
+        return TransferCost(
+            compile_s=compiled.compile_s,
+            exposed_compile_s=compiled.exposed_s,
+            set_up_s=self._set_up_s,
+            first_run_s=self._first_run_s or 0.0,
+        )
+
+    def run(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """Moves the leaves.
+
+        Args:
+          arrays: as the schedule's sources describe them; blocks of lost devices are not touched.
+
+        Returns:
+          The arrays of `targets`. Blocks that do not change are the sources' own: neither end may
+          be deleted or donated while the other is in use.
+        """
+        sources = [self._blocks(array) for array in arrays]
+        release = (lambda leaf: self._release(leaf, sources[leaf])) if self.donate else None
+        found = self._run(sources, release)
+        moved: list[jax.Array] = []
+        for leaf, target in enumerate(self.targets):
+            blocks = found[leaf]
+            for device in self.schedule.kept[leaf].shared:
+                if device in sources[leaf]:
+                    blocks[device] = sources[leaf][device]
+            moved.append(self._array(target, blocks))
+        return moved
+
+    def _run(
+        self, sources: Sequence[DeviceBlocks], release: Callable[[int], None] | None
+    ) -> list[DeviceBlocks]:
+        if not self.moves:
+            return [{} for _ in sources]
+        collective = self.collective
+        is_first = self._first_run_s is None
+        if is_first and collective is not None:
+            self._set_up_s = collective.set_up()
+        start_s = time.perf_counter()
+        if collective is not None:
+            found = collective.run(sources, release)
+        else:
+            assert self._host is not None
+            kinds = [t.sharding.memory_kind for t in self.targets if t.sharding is not None]
+            found = self._host.run(sources, kinds, release)
+        if is_first:
+            jax.block_until_ready(found)
+            self._first_run_s = time.perf_counter() - start_s
+        return found
+
+    @property
+    def _needs_programs(self) -> bool:
+        return self.path == "collective" and self.moves
+
+    def _collective(self) -> CollectiveTransfer:
+        return CollectiveTransfer(self.schedule, self._handles)
+
+    def _choose(self, path: Path, parked: bool) -> Literal["collective", "host"]:
+        parked = parked or any(is_parked(t.sharding) for t in self.targets)
+        one_process = jax.process_count() == 1
+        on_cpu = all(self._handles[d].platform == "cpu" for d in self.schedule.devices)
+        if path == "auto":
+            return "host" if parked or (one_process and on_cpu) else "collective"
+        if path == "collective" and parked:
+            raise ReshardError(
+                "path='collective' does not reach host memory, where an end of this transfer is; "
+                "take path='host' or 'auto'"
+            )
+        return path
+
+    def _blocks(self, array: jax.Array) -> DeviceBlocks:
+        lost = self.schedule.lost
+        named = self.schedule.devices
+        index = self._index
+        return {
+            index[s.device]: s.data
+            for s in array.addressable_shards
+            if s.device in index and named[index[s.device]] not in lost
+        }
+
+    def _release(self, leaf: int, blocks: DeviceBlocks) -> None:
+        shared = set(self.schedule.kept[leaf].shared)
+        for device, block in blocks.items():
+            if device not in shared:
+                block.delete()
+
+    def _array(self, target: jax.ShapeDtypeStruct, blocks: DeviceBlocks) -> jax.Array:
+        assert target.sharding is not None
+        buffers = [
+            blocks[self._index[handle]]
+            for handle in target.sharding.devices_indices_map(target.shape)
+            if handle.process_index == jax.process_index()
+        ]
+        return jax.make_array_from_single_device_arrays(
+            target.shape, target.sharding, buffers, dtype=target.dtype
+        )
+
+
+def is_parked(sharding: Sharding | None) -> bool:
+    """Whether blocks lie in host memory that is not the device's own."""
+    if sharding is None or sharding.memory_kind is None:
+        return False
+    device = next(iter(sharding.device_set))
+    return sharding.memory_kind != device.default_memory().kind
