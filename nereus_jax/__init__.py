@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from nereus_jax.api import CompileQueue, TransferCost, TransitionProgram, reshard
+    from nereus_jax.core.emu_spec import EmuSpec
     from nereus_jax.core.errors import (
         CheckpointError,
         ConfigError,
@@ -27,32 +29,42 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",
+    "CompileQueue",
     "ConfigError",
     "DataError",
     "DivergenceError",
+    "EmuSpec",
     "InfeasiblePlanError",
     "LostStateError",
     "NereusError",
     "ReshardError",
     "RewardError",
     "StorageError",
+    "TransferCost",
+    "TransitionProgram",
     "WorldError",
     "__version__",
+    "reshard",
 ]
 
 # Public name -> the module that defines it. A name stands here, in __all__ and under TYPE_CHECKING.
 _MODULE_OF: Final = {
     "CheckpointError": "nereus_jax.core.errors",
+    "CompileQueue": "nereus_jax.runtime.compile_queue",
     "ConfigError": "nereus_jax.core.errors",
     "DataError": "nereus_jax.core.errors",
     "DivergenceError": "nereus_jax.core.errors",
+    "EmuSpec": "nereus_jax.core.emu_spec",
     "InfeasiblePlanError": "nereus_jax.core.errors",
     "LostStateError": "nereus_jax.core.errors",
     "NereusError": "nereus_jax.core.errors",
     "ReshardError": "nereus_jax.core.errors",
     "RewardError": "nereus_jax.core.errors",
     "StorageError": "nereus_jax.core.errors",
+    "TransferCost": "nereus_jax.runtime.transfers",
+    "TransitionProgram": "nereus_jax.api",
     "WorldError": "nereus_jax.core.errors",
+    "reshard": "nereus_jax.api",
 }
 
 

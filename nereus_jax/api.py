@@ -332,7 +332,9 @@ def _check_cast(name: str, source: Any, target: Any, allow_range_loss: bool) -> 
 def _loses_range(source: Any, target: Any) -> bool:
     """Whether some finite value of `source` lies beyond the largest of `target`."""
     order = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
-    rank = [next(i for i, kind in enumerate(order) if jnp.issubdtype(d, kind)) for d in (source, target)]
+    rank = [
+        next(i for i, kind in enumerate(order) if jnp.issubdtype(d, kind)) for d in (source, target)
+    ]
     if rank[0] > rank[1]:
         return True
     if rank[0] == 0:

@@ -11,6 +11,7 @@ every device is that device's block.
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,11 +24,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nereus_jax.core.devices import DeviceId
 from nereus_jax.core.transfer import Batch, Exchange, TransferSchedule
+from nereus_jax.runtime.host import aligned_empty
 from nereus_jax.runtime.transfer_bodies import (
     AXIS,
     Blocks,
     BoxMaker,
-    ExchangeBoxes,
     LeafShape,
     LocalCopies,
     OffsetTable,
@@ -38,6 +39,9 @@ from nereus_jax.runtime.world import DeviceHandle
 
 MAX_IN_FLIGHT = 8
 """Programs that may be unfinished: more than 32 collective ones deadlock emulated CPU devices."""
+
+PayloadShapes = Mapping[str, tuple[tuple[int, ...], str]]
+"""Key of a payload's array -> its shape on a device and its dtype."""
 
 DeviceBlocks = dict[int, jax.Array]
 """Device index -> its block, for the devices of this process."""
@@ -81,10 +85,12 @@ class FlatMesh:
             [blocks[d] for d, _ in self._here],
         )
 
-    def filled(self, blocks: DeviceBlocks, local_shape: tuple[int, ...], dtype: str) -> DeviceBlocks:
-        """The blocks, with zeros on the devices that have none."""
+    def filled(
+        self, blocks: DeviceBlocks, local_shape: tuple[int, ...], dtype: str
+    ) -> DeviceBlocks:
+        """The blocks, and on the devices that have none something of the same shape."""
         return {
-            d: blocks[d] if d in blocks else jnp.zeros(local_shape, dtype, device=handle)
+            d: blocks[d] if d in blocks else _unused(local_shape, dtype, handle)
             for d, handle in self._here
         }
 
@@ -102,14 +108,34 @@ def spec(local_shape: tuple[int, ...]) -> PartitionSpec:
     return PartitionSpec(AXIS) if local_shape else PartitionSpec()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Executable:
-    """A compiled program on a flat mesh, with the offsets of its devices."""
+    """A compiled program on a flat mesh, with the offsets of its devices.
 
-    name: str
-    on: FlatMesh
-    run: jax.stages.Compiled
-    table: jax.Array
+    Attributes:
+      name: what it does: fused, local, zeros, pack, permute, unpack, first.
+      on: its devices.
+      compiled: the program; its first argument is the table of offsets.
+    """
+
+    def __init__(
+        self, name: str, on: FlatMesh, compiled: jax.stages.Compiled, offsets: np.ndarray
+    ) -> None:
+        self.name = name
+        self.on = on
+        self.compiled = compiled
+        self._offsets = offsets
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.compiled(self._table, *arguments)
+
+    @functools.cached_property
+    def _table(self) -> jax.Array:
+        # Made on the first run: a program can be compiled for devices that are not there.
+        rows = self._offsets
+        sharding = self.on.sharding((1, rows.shape[1]))
+        return jax.make_array_from_callback(
+            rows.shape, sharding, rows.__getitem__, dtype=rows.dtype
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,25 +148,48 @@ class FusedBatch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupPrograms:
-    """The three programs of a group of exchanges; None where this process takes no part."""
+    """The programs of a group of exchanges; None where this process takes no part.
 
-    leaves_read: tuple[int, ...]
-    leaves_written: tuple[int, ...]
-    forwards: bool
-    payloads: tuple[Mapping[str, int], ...]
+    Attributes:
+      exchanges: the group.
+      whole: leaves whose blocks travel as they are, without packing.
+      packed: leaves with parts that are packed.
+      payloads: of each exchange, what a device sends beside whole blocks.
+      senders: devices that pack.
+      everyone: devices of the permutation.
+      unpack: on the devices that get new blocks; `None` if nothing is packed.
+      begins: `unpack` makes the new blocks of the whole batch, out of nothing or from `held`.
+      held: leaves whose old blocks `unpack` takes for that.
+    """
+
+    exchanges: tuple[Exchange, ...]
+    whole: frozenset[int]
+    packed: tuple[int, ...]
+    payloads: tuple[PayloadShapes, ...]
     senders: FlatMesh
     everyone: FlatMesh
     pack: Executable | None
     permute: Executable | None
     unpack: Executable | None
+    begins: bool
+    held: tuple[int, ...]
+
+    @property
+    def forwards(self) -> bool:
+        return self.exchanges[0].forwards
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StagedBatch:
-    """A batch whose two ends lie on different devices."""
+    """A batch whose two ends lie on different devices.
+
+    Attributes:
+      batch: what moves.
+      begin: programs that make the new blocks, where the first group cannot.
+      groups: in order.
+    """
 
     batch: Batch
-    receiving: FlatMesh
     begin: tuple[Executable, ...]
     groups: tuple[GroupPrograms, ...]
 
@@ -177,7 +226,7 @@ class CollectiveTransfer:
     @property
     def temp_bytes(self) -> int:
         """The largest temporary of a program on a device, as XLA counts it."""
-        sizes = [p.run.memory_analysis().temp_size_in_bytes for p in self._programs]
+        sizes = [p.compiled.memory_analysis().temp_size_in_bytes for p in self._programs]
         return max(sizes, default=0)
 
     def set_up(self) -> float:
@@ -190,7 +239,7 @@ class CollectiveTransfer:
             return 0.0
         program = self._first
         start_s = time.perf_counter()
-        jax.block_until_ready(program.run(program.table))
+        jax.block_until_ready(program())
         return time.perf_counter() - start_s
 
     def run(
@@ -223,64 +272,106 @@ class CollectiveTransfer:
     ) -> None:
         program, shapes = fused.program, self._shapes(fused.batch.leaves)
         arguments = self._bind(program.on, sources, {i: s.source for i, s in shapes.items()})
-        for leaf, array in program.run(program.table, arguments).items():
+        for leaf, array in program(arguments).items():
             found[leaf] = program.on.blocks(array)
 
     def _run_staged(
         self, staged: StagedBatch, sources: Sequence[DeviceBlocks], found: list[DeviceBlocks]
     ) -> None:
-        shapes = self._shapes(staged.batch.leaves)
-        held = {i: s.source for i, s in shapes.items()}
         for program in staged.begin:
+            arguments = []
             if program.name == "local":
-                outputs = program.run(program.table, self._bind(program.on, sources, held))
-            else:
-                outputs = program.run(program.table)
+                held = self._held(self._cut(staged.batch))
+                arguments.append(self._bind(program.on, sources, held))
+            outputs = program(*arguments)
             for leaf, array in outputs.items():
                 found[leaf] |= program.on.blocks(array)
-        new = {i: s.target for i, s in shapes.items()}
         for number, group in enumerate(staged.groups):
-            sent: list[dict[str, DeviceBlocks]] = [
-                {kind: {} for kind in payload} for payload in group.payloads
-            ]
-            if group.pack is not None:
-                wanted = new if group.forwards else held
-                wanted = {i: wanted[i] for i in group.leaves_read}
-                blocks = found if group.forwards else sources
-                bound = self._bind(group.senders, blocks, wanted)
-                packed = group.pack.run(group.pack.table, bound)
-                sent = [
-                    {kind: group.senders.blocks(array) for kind, array in payload.items()}
-                    for payload in packed
-                ]
+            sent = self._pack(group, sources, found)
             if group.permute is None:
                 continue
             on = group.everyone
-            buffers = [
-                {
-                    kind: on.bind(on.filled(blocks, (group.payloads[i][kind],), kind), (group.payloads[i][kind],))
-                    for kind, blocks in p.items()
-                }
-                for i, p in enumerate(sent)
-            ]
-            received = group.permute.run(group.permute.table, buffers)
-            del sent, buffers
+            received = group.permute(self._buffers(group, sent))
+            del sent
             if number % MAX_IN_FLIGHT == MAX_IN_FLIGHT - 1:
                 jax.block_until_ready(received)
+            arrived: list[dict[str, DeviceBlocks]] = [
+                {key: on.blocks(array) for key, array in payload.items()} for payload in received
+            ]
+            for exchange, payload in zip(group.exchanges, arrived, strict=True):
+                receivers = {receiver for _, receiver in exchange.pairs}
+                for leaf in group.whole:
+                    block = payload.pop(_whole_key(leaf), {})
+                    found[leaf] |= {d: x for d, x in block.items() if d in receivers}
             if group.unpack is not None:
-                at = group.unpack.on
-                wanted = {i: new[i] for i in group.leaves_written}
-                arrived = [
-                    {
-                        kind: at.bind(on.blocks(array), (group.payloads[i][kind],))
-                        for kind, array in payload.items()
-                    }
-                    for i, payload in enumerate(received)
-                ]
-                targets = self._bind(at, found, wanted)
-                outputs = group.unpack.run(group.unpack.table, arrived, targets)
-                for leaf, array in outputs.items():
-                    found[leaf] |= at.blocks(array)
+                self._unpack(group, group.unpack, arrived, sources, found)
+
+    def _pack(
+        self, group: GroupPrograms, sources: Sequence[DeviceBlocks], found: list[DeviceBlocks]
+    ) -> list[dict[str, DeviceBlocks]]:
+        """What each exchange sends, by key and device: whole blocks, and packed parts."""
+        blocks = found if group.forwards else sources
+        sent: list[dict[str, DeviceBlocks]] = []
+        for exchange in group.exchanges:
+            leaves = {p.leaf for p in exchange.parts}
+            sent.append({_whole_key(leaf): blocks[leaf] for leaf in group.whole & leaves})
+        if group.pack is not None:
+            shapes = self._new(group.packed) if group.forwards else self._held(group.packed)
+            packed = group.pack(self._bind(group.senders, blocks, shapes))
+            for exchange, payload in zip(sent, packed, strict=True):
+                exchange |= {key: group.senders.blocks(x) for key, x in payload.items()}
+        return sent
+
+    def _buffers(
+        self, group: GroupPrograms, sent: Sequence[Mapping[str, DeviceBlocks]]
+    ) -> list[dict[str, jax.Array]]:
+        on = group.everyone
+        return [
+            {
+                key: on.bind(on.filled(blocks.get(key, {}), *shape), shape[0])
+                for key, shape in shapes.items()
+            }
+            for shapes, blocks in zip(self._payloads(group), sent, strict=True)
+        ]
+
+    def _unpack(
+        self,
+        group: GroupPrograms,
+        unpack: Executable,
+        arrived: Sequence[Mapping[str, DeviceBlocks]],
+        sources: Sequence[DeviceBlocks],
+        found: list[DeviceBlocks],
+    ) -> None:
+        payloads = [
+            {key: unpack.on.bind(blocks, shapes[key][0]) for key, blocks in payload.items()}
+            for shapes, payload in zip(group.payloads, arrived, strict=True)
+        ]
+        if group.begins:
+            blocks = self._bind(unpack.on, sources, self._held(group.held))
+        else:
+            blocks = self._bind(unpack.on, found, self._new(group.packed))
+        for leaf, array in unpack(payloads, blocks).items():
+            found[leaf] = unpack.on.blocks(array)
+
+    def _payloads(self, group: GroupPrograms) -> list[dict[str, tuple[tuple[int, ...], str]]]:
+        """Everything that each exchange sends: packed parts, and whole blocks."""
+        found: list[dict[str, tuple[tuple[int, ...], str]]] = []
+        for exchange, payload in zip(group.exchanges, group.payloads, strict=True):
+            whole = sorted(group.whole & {p.leaf for p in exchange.parts})
+            blocks = {_whole_key(i): self._boxes.shape(i) for i in whole}
+            found.append(dict(payload) | {k: (s.source, s.source_dtype) for k, s in blocks.items()})
+        return found
+
+    def _held(self, leaves: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        return {leaf: self.schedule.sources[leaf].local_shape for leaf in leaves}
+
+    def _new(self, leaves: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        return {leaf: self.schedule.targets[leaf].local_shape for leaf in leaves}
+
+    def _cut(self, batch: Batch) -> list[int]:
+        """The leaves of a batch whose new blocks are put together from parts."""
+        whole = self._boxes.whole_blocks(batch)
+        return [leaf for leaf in batch.leaves if leaf not in whole]
 
     def _bind(
         self,
@@ -288,9 +379,7 @@ class CollectiveTransfer:
         blocks: Sequence[DeviceBlocks],
         wanted: Mapping[int, tuple[int, ...]],
     ) -> Blocks:
-        return {
-            leaf: on.bind(blocks[leaf], shape) for leaf, shape in wanted.items()
-        }
+        return {leaf: on.bind(blocks[leaf], shape) for leaf, shape in wanted.items()}
 
     def _shapes(self, leaves: Sequence[int]) -> dict[int, LeafShape]:
         return {leaf: self._boxes.shape(leaf) for leaf in leaves}
@@ -329,10 +418,7 @@ class CollectiveTransfer:
             check_vma=False,
         )
         compiled = jax.jit(mapped, donate_argnums=donate).lower(abstract, *arguments).compile()
-        rows = jax.make_array_from_callback(
-            offsets.shape, sharding, lambda index: offsets[index], dtype=offsets.dtype
-        )
-        executable = Executable(name=name, on=on, run=compiled, table=rows)
+        executable = Executable(name, on, compiled, offsets)
         self._programs.append(executable)
         return executable
 
@@ -357,7 +443,7 @@ class CollectiveTransfer:
         on, table = self._flat(batch.receiving), OffsetTable(batch.receiving)
         shapes = self._shapes(batch.leaves)
         copies = self._boxes.local_copies(batch.leaves, table)
-        groups = [[self._exchange(e, table, table) for e in group] for group in batch.groups]
+        groups = [[self._boxes.exchange(e, table, table) for e in g] for g in batch.groups]
 
         def body(row: jax.Array, sources: Blocks) -> Blocks:
             targets = copies.run(sources, shapes, row)
@@ -377,113 +463,149 @@ class CollectiveTransfer:
         return FusedBatch(batch=batch, program=self._program("fused", on, table, body, [held], new))
 
     def _compile_staged(self, batch: Batch) -> StagedBatch:
-        receiving = self._flat(batch.receiving)
+        """Programs for two ends on different devices.
+
+        The first group's `unpack` makes the new blocks if it can: where no device has a part of
+        its own, or all have; else programs of their own make them.
+        """
+        cut = self._cut(batch)
+        some = {d for leaf in cut for d in self.schedule.kept[leaf].copied}
+        old = [d for d in batch.receiving if d in some]
+        all_hold = set(batch.receiving) <= set(batch.holding)
+        packed = bool(batch.groups) and any(
+            p.leaf in set(cut) for e in batch.groups[0] for p in e.parts
+        )
+        begins = packed and (not old or all_hold)
         return StagedBatch(
             batch=batch,
-            receiving=receiving,
-            begin=self._compile_begin(batch),
-            groups=tuple(self._compile_group(batch, group, receiving) for group in batch.groups),
+            begin=() if begins or not cut else self._compile_begin(batch, cut, old),
+            groups=tuple(
+                self._compile_group(batch, group, cut if begins and not i else None, bool(old))
+                for i, group in enumerate(batch.groups)
+            ),
         )
 
-    def _compile_begin(self, batch: Batch) -> tuple[Executable, ...]:
+    def _compile_begin(
+        self, batch: Batch, cut: Sequence[int], old: Sequence[int]
+    ) -> tuple[Executable, ...]:
         """What makes the new blocks: from the old ones where a device has a part, else zeros."""
-        shapes = self._shapes(batch.leaves)
-        some = {d for leaf in batch.leaves for d in self.schedule.kept[leaf].copied}
-        old = [d for d in batch.receiving if d in some]
-        fresh = [d for d in batch.receiving if d not in some]
+        shapes = self._shapes(cut)
         programs: list[Executable] = []
         if old and (on := self._flat(old)).is_local:
             table = OffsetTable(old)
-            copies = self._boxes.local_copies(batch.leaves, table)
-            held = {i: on.abstract(s.source, s.source_dtype) for i, s in shapes.items()}
-            new = {i: on.abstract(s.target, s.target_dtype) for i, s in shapes.items()}
-            programs.append(self._program("local", on, table, _local(copies, shapes), [held], new))
+            copies = self._boxes.local_copies(cut, table)
+            body = _local(copies, shapes)
+            held, new = self._abstract(on, cut, is_new=False), self._abstract(on, cut, is_new=True)
+            programs.append(self._program("local", on, table, body, [held], new))
+        fresh = [d for d in batch.receiving if d not in set(old)]
         if fresh and (on := self._flat(fresh)).is_local:
-            new = {i: on.abstract(s.target, s.target_dtype) for i, s in shapes.items()}
-            none = LocalCopies(reads=(), writes=())
-            body = _zeros(none, shapes)
+            body = _zeros(shapes)
+            new = self._abstract(on, cut, is_new=True)
             programs.append(self._program("zeros", on, OffsetTable(fresh), body, [], new))
         return tuple(programs)
 
     def _compile_group(
-        self, batch: Batch, group: Sequence[Exchange], receiving: FlatMesh
+        self,
+        batch: Batch,
+        group: Sequence[Exchange],
+        begins: Sequence[int] | None,
+        has_old: bool,
     ) -> GroupPrograms:
-        leaves = tuple(sorted({p.leaf for e in group for p in e.parts}))
-        shapes = self._shapes(leaves)
-        forwards = group[0].forwards
+        """The three programs of a group.
+
+        Args:
+          batch: that it belongs to.
+          group: its exchanges.
+          begins: the leaves whose new blocks it makes; None: they are there.
+          has_old: whether it makes them from old blocks.
+        """
+        whole = self._boxes.whole_blocks(batch)
+        leaves = sorted({p.leaf for e in group for p in e.parts})
+        packed = tuple(leaf for leaf in leaves if leaf not in whole)
+        made = packed if begins is None else tuple(begins)
+        shapes = self._shapes(made)
+        receiving = self._flat(batch.receiving)
         senders = self._flat(sorted({s for e in group for s, _ in e.pairs}))
         everyone = self._flat(sorted({*batch.holding, *batch.receiving}))
         reading, writing = OffsetTable(senders.devices), OffsetTable(receiving.devices)
-        exchanges = [self._exchange(e, reading, writing) for e in group]
-        payloads = tuple(e.payload_shapes(shapes) for e in exchanges)
+        exchanges = [self._boxes.exchange(e, reading, writing, whole) for e in group]
+        copies = self._boxes.local_copies(made if begins is not None else (), writing)
+        held = made if begins is not None and has_old else ()
+        programs = GroupPrograms(
+            exchanges=tuple(group),
+            whole=whole & set(leaves),
+            packed=packed,
+            payloads=tuple(e.payload_shapes(shapes) for e in exchanges),
+            senders=senders,
+            everyone=everyone,
+            pack=None,
+            permute=None,
+            unpack=None,
+            begins=begins is not None,
+            held=held,
+        )
 
         def pack(row: jax.Array, blocks: Blocks) -> list[Payload]:
             return [e.pack(blocks, shapes, row) for e in exchanges]
 
         def permute(row: jax.Array, sent: list[Payload]) -> list[Payload]:
             del row
-            return [
-                send(p, e.pairs, everyone.rows) for e, p in zip(exchanges, sent, strict=True)
-            ]
+            return [send(p, e.pairs, everyone.rows) for e, p in zip(exchanges, sent, strict=True)]
 
-        def unpack(row: jax.Array, arrived: list[Payload], targets: Blocks) -> Blocks:
+        def unpack(row: jax.Array, arrived: list[Payload], blocks: Blocks) -> Blocks:
+            targets = blocks if begins is None else copies.run(blocks, shapes, row)
             for exchange, payload in zip(exchanges, arrived, strict=True):
                 targets = exchange.unpack(payload, targets, shapes, row)
             return targets
 
-        def buffers(on: FlatMesh) -> list[dict[str, jax.ShapeDtypeStruct]]:
-            return [{k: on.abstract((n,), k) for k, n in p.items()} for p in payloads]
+        def buffers(on: FlatMesh, payloads: Sequence[PayloadShapes]) -> list[Any]:
+            return [{k: on.abstract(*shape) for k, shape in p.items()} for p in payloads]
 
-        read_from = {
-            i: senders.abstract(s.target, s.target_dtype)
-            if forwards
-            else senders.abstract(s.source, s.source_dtype)
-            for i, s in shapes.items()
-        }
-        new = {i: receiving.abstract(s.target, s.target_dtype) for i, s in shapes.items()}
-        program = self._program
-        none = OffsetTable(everyone.devices)
-        return GroupPrograms(
-            leaves_read=leaves,
-            leaves_written=leaves,
-            forwards=forwards,
-            payloads=payloads,
-            senders=senders,
-            everyone=everyone,
-            pack=program("pack", senders, reading, pack, [read_from], buffers(senders))
-            if senders.is_local
-            else None,
-            permute=program(
-                "permute", everyone, none, permute, [buffers(everyone)], buffers(everyone)
-            )
-            if everyone.is_local
-            else None,
-            unpack=program(
-                "unpack", receiving, writing, unpack, [buffers(receiving), new], new, (2,)
-            )
-            if receiving.is_local
-            else None,
-        )
+        program, payloads = self._program, programs.payloads
+        new = self._abstract(receiving, made, is_new=True)
+        if packed and senders.is_local:
+            blocks = self._abstract(senders, packed, is_new=programs.forwards)
+            out = buffers(senders, payloads)
+            compiled = program("pack", senders, reading, pack, [blocks], out)
+            programs = dataclasses.replace(programs, pack=compiled)
+        if everyone.is_local:
+            sent = buffers(everyone, self._payloads(programs))
+            none = OffsetTable(everyone.devices)
+            compiled = program("permute", everyone, none, permute, [sent], sent)
+            programs = dataclasses.replace(programs, permute=compiled)
+        if packed and receiving.is_local:
+            old = self._abstract(receiving, held, is_new=False) if begins is not None else new
+            arguments = [buffers(receiving, payloads), old]
+            donate = () if begins is not None else (2,)
+            compiled = program("unpack", receiving, writing, unpack, arguments, new, donate)
+            programs = dataclasses.replace(programs, unpack=compiled)
+        return programs
 
-    def _exchange(
-        self, exchange: Exchange, reading: OffsetTable, writing: OffsetTable
-    ) -> ExchangeBoxes:
-        return ExchangeBoxes(
-            pairs=exchange.pairs,
-            reads=self._boxes.reads(exchange, reading),
-            writes=self._boxes.writes(exchange, writing),
-            forwards=exchange.forwards,
-        )
+    def _abstract(
+        self, on: FlatMesh, leaves: Sequence[int], *, is_new: bool
+    ) -> dict[int, jax.ShapeDtypeStruct]:
+        tilings = self.schedule.targets if is_new else self.schedule.sources
+        return {i: on.abstract(tilings[i].local_shape, tilings[i].dtype) for i in leaves}
 
 
 def _local(copies: LocalCopies, shapes: Mapping[int, LeafShape]) -> Callable[..., Blocks]:
     return lambda row, sources: copies.run(sources, shapes, row)
 
 
-def _zeros(none: LocalCopies, shapes: Mapping[int, LeafShape]) -> Callable[..., Blocks]:
-    return lambda row: none.run({}, shapes, row)
+def _zeros(shapes: Mapping[int, LeafShape]) -> Callable[..., Blocks]:
+    return lambda row: LocalCopies(reads=(), writes=()).run({}, shapes, row)
+
+
+def _whole_key(leaf: int) -> str:
+    return f"leaf {leaf}"
+
+
+def _unused(shape: tuple[int, ...], dtype: str, handle: DeviceHandle) -> jax.Array:
+    """A buffer that nobody reads. On a CPU device it takes no time: memory that is not touched."""
+    if handle.platform == "cpu":
+        return jax.device_put(aligned_empty(shape, jnp.dtype(dtype)), handle)
+    return jnp.zeros(shape, dtype, device=handle)
 
 
 def _spec_of(value: jax.ShapeDtypeStruct) -> PartitionSpec:
     return spec(value.shape)
-

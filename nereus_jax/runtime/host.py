@@ -5,6 +5,7 @@ hold nothing of the array. Host values are the same on every process.
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,17 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nereus_jax.core import errors
+
+ALIGNMENT_BYTES = 64
+"""Of numpy arrays that become arrays of a CPU device without a copy."""
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array that `jax.device_put` hands to a CPU device as it is; its values are undefined."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + ALIGNMENT_BYTES, np.uint8)
+    offset = -raw.ctypes.data % ALIGNMENT_BYTES
+    return raw[offset : offset + size].view(dtype).reshape(shape)
 
 
 def cpu_device() -> Any:

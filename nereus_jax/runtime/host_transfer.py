@@ -5,11 +5,11 @@ than the old and the new blocks. This is the way of parked state (blocks in host
 emulated devices, whose memory the host can read and hand over without a copy.
 """
 
+import dataclasses
 import itertools
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +18,30 @@ from jax.sharding import SingleDeviceSharding
 
 from nereus_jax.core.devices import DeviceId
 from nereus_jax.core.errors import ReshardError
-from nereus_jax.core.tiling import LeafTiling, Position, overlaps_1d
+from nereus_jax.core.tiling import LeafTiling, Position, overlaps_1d, same_blocks
 from nereus_jax.core.transfer import TransferSchedule
 from nereus_jax.runtime.executor import DeviceBlocks
+from nereus_jax.runtime.host import aligned_empty
 from nereus_jax.runtime.world import DeviceHandle
 
-ALIGNMENT_BYTES = 64
-"""A numpy array so aligned becomes a jax array on a CPU device without a copy."""
+Slices = tuple[slice, ...]
 
-COPY_THREADS = min(8, os.cpu_count() or 1)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockRecipe:
+    """How one new block is made.
+
+    Attributes:
+      devices: those that get it.
+      copies: (device that holds it, part of its block, part of the new block).
+      is_whole: the new block is that one old block, as it is.
+      has_padding: some of it is covered by no copy.
+    """
+
+    devices: tuple[int, ...]
+    copies: tuple[tuple[int, Slices, Slices], ...]
+    is_whole: bool
+    has_padding: bool
 
 
 class HostTransfer:
@@ -35,10 +50,19 @@ class HostTransfer:
     def __init__(
         self, schedule: TransferSchedule, handles: Mapping[DeviceId, DeviceHandle]
     ) -> None:
+        """Works out who reads what; allocates nothing.
+
+        Raises:
+          ReshardError: a block that is needed here is on devices of other processes only.
+        """
         self.schedule = schedule
-        self._handles = handles
-        self._index = {d: i for i, d in enumerate(schedule.devices)}
-        self._leaves = sorted(leaf for batch in schedule.batches for leaf in batch.leaves)
+        here = jax.process_index()
+        self._handles = [handles[d] for d in schedule.devices]
+        self._is_here = [handle.process_index == here for handle in self._handles]
+        self._recipes = {
+            leaf: self._recipes_of(leaf)
+            for leaf in sorted(i for batch in schedule.batches for i in batch.leaves)
+        }
 
     def run(
         self,
@@ -55,86 +79,86 @@ class HostTransfer:
 
         Returns:
           The new blocks of each leaf; what is shared is not among them.
-
-        Raises:
-          ReshardError: a block that is needed here is on devices of other processes.
         """
         found: list[DeviceBlocks] = [{} for _ in self.schedule.sources]
-        with ThreadPoolExecutor(max_workers=COPY_THREADS) as pool:
-            # Large leaves first: the last ones to end are small.
-            order = sorted(self._leaves, key=lambda i: -math.prod(self.schedule.sources[i].shape))
-            jobs = {leaf: self._start(leaf, sources[leaf], pool) for leaf in order}
-            for leaf, blocks in jobs.items():
-                for device, block in blocks.items():
-                    handle = self._handles[self.schedule.devices[device]]
-                    place = SingleDeviceSharding(handle, memory_kind=memory_kinds[leaf])
-                    found[leaf][device] = jax.device_put(block.result(), place)
-                if release is not None:
-                    release(leaf)
+        for leaf, recipes in self._recipes.items():
+            values: list[Any] = []
+            devices: list[int] = []
+            for recipe in recipes:
+                values += [self._make(leaf, recipe, sources[leaf])] * len(recipe.devices)
+                devices += recipe.devices
+            kind = memory_kinds[leaf]
+            places = [SingleDeviceSharding(self._handles[d], memory_kind=kind) for d in devices]
+            # One call for all devices; on CPU devices numpy's memory is taken over as it is.
+            found[leaf] = dict(zip(devices, jax.device_put(values, places), strict=True))
+            if release is not None:
+                jax.block_until_ready(found[leaf])
+                release(leaf)
         return found
 
-    def _start(
-        self, leaf: int, sources: DeviceBlocks, pool: ThreadPoolExecutor
-    ) -> "dict[int, Future[np.ndarray]]":
-        """The new blocks of a leaf by device; devices that hold the same block share it."""
-        source, target = self.schedule.sources[leaf], self.schedule.targets[leaf]
-        held: dict[Position, jax.Array] = {}
+    def _make(self, leaf: int, recipe: BlockRecipe, sources: DeviceBlocks) -> Any:
+        if recipe.is_whole:
+            return sources[recipe.copies[0][0]]
+        target = self.schedule.targets[leaf]
+        block = aligned_empty(target.local_shape, jnp.dtype(target.dtype))
+        if recipe.has_padding:
+            block[...] = 0
+        for holder, part, place in recipe.copies:
+            block[place] = np.asarray(sources[holder])[part]
+        return block
+
+    def _recipes_of(self, leaf: int) -> list[BlockRecipe]:
+        schedule = self.schedule
+        source, target = schedule.sources[leaf], schedule.targets[leaf]
+        index = {device: i for i, device in enumerate(schedule.devices)}
+        holders: dict[Position, int] = {}
         for device, position in zip(source.devices, source.positions, strict=True):
-            index = self._index[device]
-            if index in sources and device not in self.schedule.lost:
-                held.setdefault(position, sources[index])
-        receiving = set(self.schedule.kept[leaf].receiving)
-        jobs: dict[int, Future[np.ndarray]] = {}
-        made: dict[Position, Future[np.ndarray]] = {}
+            if self._is_here[index[device]] and device not in schedule.lost:
+                holders.setdefault(position, index[device])
+        receiving = set(schedule.kept[leaf].receiving)
+        wanted: dict[Position, list[int]] = {}
         for device, position in zip(target.devices, target.positions, strict=True):
-            index = self._index[device]
-            if index not in receiving or self._handles[device].process_index != jax.process_index():
-                continue
-            if position not in made:
-                made[position] = pool.submit(_assemble, source, target, position, held)
-            jobs[index] = made[position]
-        return jobs
+            if index[device] in receiving and self._is_here[index[device]]:
+                wanted.setdefault(position, []).append(index[device])
+        return [
+            _recipe(source, target, position, devices, holders)
+            for position, devices in wanted.items()
+        ]
 
 
-def _assemble(
+def _recipe(
     source: LeafTiling,
     target: LeafTiling,
     position: Position,
-    held: Mapping[Position, jax.Array],
-) -> np.ndarray:
-    """A target block from the source blocks that it meets."""
+    devices: Sequence[int],
+    holders: Mapping[Position, int],
+) -> BlockRecipe:
     meets = [
         overlaps_1d(extent, source.local_shape[dim], target.local_shape[dim], position[dim])
         for dim, extent in enumerate(source.shape)
     ]
-    block = _aligned(target.local_shape, jnp.dtype(target.dtype))
-    covered = math.prod(sum(stop - start for _, start, stop in dim) for dim in meets)
-    if covered < block.size:
-        block[...] = 0  # padding
+    copies: list[tuple[int, Slices, Slices]] = []
+    origins: list[Position] = []
     for cell in itertools.product(*meets):
         origin = tuple(p for p, _, _ in cell)
-        if origin not in held:
+        if origin not in holders:
             raise ReshardError(
                 f"block {origin} of {source.name!r} is on devices of other processes, which the "
                 f"host path does not reach; use path='collective'"
             )
-        old = np.asarray(held[origin])
-        to, of = _slices(cell, position, target), _slices(cell, origin, source)
-        np.copyto(block[to], old[of], casting="unsafe")
-    return block
+        origins.append(origin)
+        copies.append(
+            (holders[origin], _slices(cell, origin, source), _slices(cell, position, target))
+        )
+    covered = math.prod(sum(stop - start for _, start, stop in dim) for dim in meets)
+    return BlockRecipe(
+        devices=tuple(devices),
+        copies=tuple(copies),
+        is_whole=same_blocks(source, target) and origins == [position],
+        has_padding=covered < math.prod(target.local_shape),
+    )
 
 
-def _slices(
-    cell: Sequence[tuple[int, int, int]], position: Position, tiling: LeafTiling
-) -> tuple[slice, ...]:
+def _slices(cell: Sequence[tuple[int, int, int]], position: Position, tiling: LeafTiling) -> Slices:
     offsets = [p * n for p, n in zip(position, tiling.local_shape, strict=True)]
     return tuple(slice(a - o, b - o) for (_, a, b), o in zip(cell, offsets, strict=True))
-
-
-def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    size = math.prod(shape) * dtype.itemsize
-    raw = np.empty(size + ALIGNMENT_BYTES, np.uint8)
-    offset = -raw.ctypes.data % ALIGNMENT_BYTES
-    return raw[offset : offset + size].view(dtype).reshape(shape)
-
-

@@ -80,7 +80,9 @@ class Tiler:
         try:
             return tuple(sharding.shard_shape(shape))
         except ValueError as error:
-            raise ReshardError(_indivisible(name, shape, sharding) or f"{name!r}: {error}") from None
+            raise ReshardError(
+                _indivisible(name, shape, sharding) or f"{name!r}: {error}"
+            ) from None
 
 
 def _indivisible(name: str, shape: tuple[int, ...], sharding: Sharding) -> str:

@@ -6,7 +6,6 @@ same for all. Offsets that all devices share are constants, which lets XLA copy 
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -14,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from nereus_jax.core.tiling import LeafTiling
-from nereus_jax.core.transfer import Exchange, Part, TransferSchedule
+from nereus_jax.core.tiling import LeafTiling, same_blocks
+from nereus_jax.core.transfer import Batch, Exchange, Part, TransferSchedule
 
 AXIS = "d"
 """The one axis of the flat mesh."""
@@ -23,7 +22,7 @@ AXIS = "d"
 Blocks = dict[int, jax.Array]
 """Leaf -> this device's block."""
 Payload = dict[str, jax.Array]
-"""Wire dtype -> what this device sends or has received, flat."""
+"""Dtype and shape of parts -> those that this device sends or has received, stacked."""
 
 
 class OffsetTable:
@@ -135,13 +134,9 @@ class LocalCopies:
     reads: tuple[BoxAt, ...]
     writes: tuple[BoxAt, ...]
 
-    def run(
-        self, sources: Blocks, shapes: Mapping[int, LeafShape], row: jax.Array
-    ) -> Blocks:
+    def run(self, sources: Blocks, shapes: Mapping[int, LeafShape], row: jax.Array) -> Blocks:
         """The new blocks of all leaves: zeros, and what the devices have of them."""
-        targets = {
-            i: jnp.zeros(shape.target, shape.target_dtype) for i, shape in shapes.items()
-        }
+        targets = {i: jnp.zeros(shape.target, shape.target_dtype) for i, shape in shapes.items()}
         for read, write in zip(self.reads, self.writes, strict=True):
             values = read.read(sources[read.leaf], row).astype(shapes[read.leaf].target_dtype)
             targets[write.leaf] = write.write(targets[write.leaf], values, row)
@@ -150,23 +145,25 @@ class LocalCopies:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExchangeBoxes:
-    """One permutation: where its parts are read and written."""
+    """One permutation: where its packed parts are read and written."""
 
     pairs: tuple[tuple[int, int], ...]
     reads: tuple[BoxAt, ...]
     writes: tuple[BoxAt, ...]
     forwards: bool
 
-    def pack(
-        self, sources: Blocks, shapes: Mapping[int, LeafShape], row: jax.Array
-    ) -> Payload:
+    def pack(self, sources: Blocks, shapes: Mapping[int, LeafShape], row: jax.Array) -> Payload:
         """What this device sends."""
-        flat: dict[str, list[jax.Array]] = {}
+        payload = {key: jnp.zeros(*shape) for key, shape in self.payload_shapes(shapes).items()}
+        used = dict.fromkeys(payload, 0)
         for read in self.reads:
-            dtype = shapes[read.leaf].wire_dtype
-            values = to_bits(read.read(sources[read.leaf], row).astype(dtype))
-            flat.setdefault(str(values.dtype), []).append(values.reshape(-1))
-        return {k: jnp.concatenate(v) if len(v) > 1 else v[0] for k, v in flat.items()}
+            wire = shapes[read.leaf].wire_dtype
+            values = to_bits(read.read(sources[read.leaf], row).astype(wire))[None]
+            key = payload_key(wire_kind(wire), read.extent)
+            at = (used[key], *[0] * len(read.extent))
+            payload[key] = lax.dynamic_update_slice(payload[key], values, at)
+            used[key] += 1
+        return payload
 
     def unpack(
         self,
@@ -180,21 +177,29 @@ class ExchangeBoxes:
         used = dict.fromkeys(payload, 0)
         for write in self.writes:
             shape = shapes[write.leaf]
-            kind = wire_kind(shape.wire_dtype)
-            count = math.prod(write.extent)
-            values = payload[kind][used[kind] : used[kind] + count].reshape(write.extent)
-            used[kind] += count
+            key = payload_key(wire_kind(shape.wire_dtype), write.extent)
+            values = payload[key][used[key]]
+            used[key] += 1
             values = from_bits(values, shape.wire_dtype).astype(shape.target_dtype)
             targets[write.leaf] = write.write(targets[write.leaf], values, row)
         return targets
 
-    def payload_shapes(self, shapes: Mapping[int, LeafShape]) -> dict[str, int]:
-        """Elements that each device sends, by wire dtype."""
-        counts: dict[str, int] = {}
+    def payload_shapes(
+        self, shapes: Mapping[int, LeafShape]
+    ) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape [parts, *extent] and dtype of everything that a device sends."""
+        found: dict[str, tuple[tuple[int, ...], str]] = {}
         for read in self.reads:
             kind = wire_kind(shapes[read.leaf].wire_dtype)
-            counts[kind] = counts.get(kind, 0) + math.prod(read.extent)
-        return counts
+            key = payload_key(kind, read.extent)
+            count = found[key][0][0] if key in found else 0
+            found[key] = ((count + 1, *read.extent), kind)
+        return found
+
+
+def payload_key(kind: str, extent: tuple[int, ...]) -> str:
+    """Parts of one dtype and shape are stacked: copying them needs no index arithmetic."""
+    return f"{kind}[{','.join(map(str, extent))}]"
 
 
 def send(payload: Payload, pairs: Sequence[tuple[int, int]], rows: Mapping[int, int]) -> Payload:
@@ -204,11 +209,9 @@ def send(payload: Payload, pairs: Sequence[tuple[int, int]], rows: Mapping[int, 
 
 
 def wire_kind(dtype: str) -> str:
-    """The dtype whose bits travel: unsigned integers, so that no collective rounds or widens."""
+    """The dtype whose bits travel. Small ones go as integers: no backend widens or rounds those."""
     kind = jnp.dtype(dtype)
-    if jnp.issubdtype(kind, jnp.complexfloating):
-        return str(kind)
-    return f"uint{8 * kind.itemsize}"
+    return str(kind) if kind.itemsize >= 4 else f"uint{8 * kind.itemsize}"
 
 
 def to_bits(values: jax.Array) -> jax.Array:
@@ -261,27 +264,46 @@ class BoxMaker:
                 writes.append(self._box(table, leaf, extent, devices, starts, is_source=False))
         return LocalCopies(reads=tuple(reads), writes=tuple(writes))
 
-    def reads(self, exchange: Exchange, table: OffsetTable) -> tuple[BoxAt, ...]:
-        """Where the senders read."""
-        senders = [sender for sender, _ in exchange.pairs]
-        return tuple(
-            self._part(table, part, senders, is_source=not exchange.forwards)
-            for part in exchange.parts
+    def exchange(
+        self,
+        exchange: Exchange,
+        reading: OffsetTable,
+        writing: OffsetTable,
+        whole: frozenset[int] = frozenset(),
+    ) -> ExchangeBoxes:
+        """Where senders read and receivers write; leaves that go as whole blocks are left out."""
+        senders, receivers = zip(*exchange.pairs, strict=True)
+        parts = [p for p in exchange.parts if p.leaf not in whole]
+        from_source = not exchange.forwards
+        return ExchangeBoxes(
+            pairs=exchange.pairs,
+            reads=tuple(self._part(reading, p, senders, is_source=from_source) for p in parts),
+            writes=tuple(self._part(writing, p, receivers, is_source=False) for p in parts),
+            forwards=exchange.forwards,
         )
 
-    def writes(self, exchange: Exchange, table: OffsetTable) -> tuple[BoxAt, ...]:
-        """Where the receivers write."""
-        receivers = [receiver for _, receiver in exchange.pairs]
-        return tuple(
-            self._part(table, part, receivers, is_source=False) for part in exchange.parts
+    def whole_blocks(self, batch: Batch) -> frozenset[int]:
+        """Leaves of which every device gets a block that another device has, as it is."""
+        schedule = self._schedule
+        cut = {
+            part.leaf
+            for group in batch.groups
+            for exchange in group
+            for part in exchange.parts
+            if part.extent != schedule.targets[part.leaf].local_shape
+        }
+        sent = {p.leaf for group in batch.groups for e in group for p in e.parts}
+        return frozenset(
+            leaf
+            for leaf in sent - cut
+            if same_blocks(schedule.sources[leaf], schedule.targets[leaf])
+            and not schedule.kept[leaf].copied
         )
 
     def _part(
         self, table: OffsetTable, part: Part, devices: Sequence[int], *, is_source: bool
     ) -> BoxAt:
-        return self._box(
-            table, part.leaf, part.extent, devices, part.starts, is_source=is_source
-        )
+        return self._box(table, part.leaf, part.extent, devices, part.starts, is_source=is_source)
 
     def _box(
         self,
