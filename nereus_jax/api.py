@@ -142,6 +142,16 @@ class TransitionProgram:
         return collective.temp_bytes if collective is not None else 0
 
     @property
+    def compiled(self) -> tuple[tuple[str, jax.stages.Compiled], ...]:
+        """The programs and what each does, for a look at their text; none on the host path.
+
+        The last one, `first`, exchanges a single value: it sets up communicators.
+        """
+        collective = self._transfer.collective
+        programs = collective.programs if collective is not None else ()
+        return tuple((p.name, p.compiled) for p in programs)
+
+    @property
     def cost(self) -> TransferCost:
         """Seconds of compilation, set-up and first run so far."""
         return self._transfer.cost
