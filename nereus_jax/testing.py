@@ -3,6 +3,8 @@
 Public: embedders may build their own tests on them.
 """
 
+import math
+import re
 from typing import Any
 
 from nereus_jax.config import default_config
@@ -63,3 +65,82 @@ def tiny_run_config() -> Any:
     config.plan["actor-TRAIN"] = "dp=1,pp=1,tp=1"
     config.plan["critic-TRAIN"] = "dp=1,pp=1,tp=1"
     return config
+
+
+def collective_wire_bytes(hlo_text: str, num_devices: int) -> int:
+    """Bytes that the collectives of a compiled program move between devices, over all of them.
+
+    Read from the text alone (`compiled.as_text()`), so that it can check what a program was meant
+    to move. A permutation moves its operand once for each pair of different devices; of the others
+    the bytes are those of ring algorithms. A collective in a loop counts once.
+
+    Args:
+      hlo_text: of one program, after partitioning.
+      num_devices: that the program runs on.
+
+    Raises:
+      ValueError: a collective, a shape or a list of groups that is not known here.
+    """
+    return sum(_line_wire_bytes(line, num_devices) for line in hlo_text.splitlines())
+
+
+_COLLECTIVE = re.compile(
+    r"\s=\s+(?P<result>.*?)\s(?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all"
+    r"|ragged-all-to-all|collective-permute|collective-broadcast)(?P<start>-start)?\("
+)
+
+
+def _line_wire_bytes(line: str, num_devices: int) -> int:
+    found = _COLLECTIVE.search(line)
+    if found is None:
+        return 0
+    kind, shapes = found["kind"], re.findall(r"([a-z]\w*)\[([\d,]*)\]", found["result"])
+    if kind == "ragged-all-to-all":
+        raise ValueError(f"what it moves depends on values: {line.strip()}")
+    sizes = [_shape_bytes(dtype, dims) for dtype, dims in shapes]
+    if kind == "collective-permute":
+        if found["start"]:
+            # Operands, results, and on some backends two scalars of context.
+            sizes = sizes[:-2] if len(shapes) > 2 and shapes[-2:] == [("u32", "")] * 2 else sizes
+            sizes = sizes[len(sizes) // 2 :]
+        pairs = re.findall(r"\{(\d+),(\d+)\}", line.split("source_target_pairs=")[1])
+        return sum(sizes) * sum(sender != receiver for sender, receiver in pairs)
+    total = 0
+    for members in _group_sizes(line, num_devices):
+        num_bytes = sum(sizes)
+        if found["start"] and kind in ("all-gather", "reduce-scatter"):
+            # Operands and results, of which one is `members` times the other.
+            num_bytes = num_bytes // (members + 1) * (members if kind == "all-gather" else 1)
+        elif found["start"] and kind in ("all-to-all", "collective-broadcast"):
+            num_bytes //= 2
+        # A device keeps its own part of the result, of which there is one on each. A sum sends it
+        # around twice; where the result is scattered, the operand is `members` times as long.
+        factor = {"all-reduce": 2, "reduce-scatter": members}.get(kind, 1)
+        total += factor * (members - 1) * num_bytes
+    return total
+
+
+def _shape_bytes(dtype: str, dims: str) -> int:
+    width = re.match(r"[a-z]+(\d+)", dtype)
+    if dtype != "pred" and width is None:
+        raise ValueError(f"an element of {dtype} has no known size")
+    bits = 8 if width is None else int(width[1])
+    return math.prod(int(n) for n in dims.split(",") if n) * bits // 8
+
+
+def _group_sizes(line: str, num_devices: int) -> list[int]:
+    """How many devices each group of a collective has."""
+    _, found, groups = line.partition("replica_groups=")
+    if not found or groups.startswith("{}"):
+        return [num_devices]
+    if iota := re.match(r"\[(\d+),(\d+)\]<=", groups):
+        return [int(iota[2])] * int(iota[1])
+    if named := re.match(r"mesh\[([^\]]*)\]\s*\{([^}]*)\}", groups):
+        sizes = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", named[1])}
+        # A part of an axis is written 'axis':(what comes before it)its size.
+        axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", named[2])
+        members = math.prod(int(part) if part else sizes[axis] for axis, part in axes)
+        return [members] * (num_devices // members)
+    if listed := re.match(r"\{(\{[\d,]+\},?)+\}", groups):
+        return [g.count(",") + 1 for g in re.findall(r"\{([\d,]+)\}", listed[0])]
+    raise ValueError(f"groups in an unknown notation: {groups[:80]}")
