@@ -116,7 +116,6 @@ class TransitionProgram:
         self._source = [_abstract(name, x) for name, x in sources]
         for name, x, t in zip(self._names, self._source, targets, strict=True):
             _check_cast(name, x.dtype, t.dtype, allow_range_loss)
-        self._target = targets
         data = [_data(x) for x in self._source], [_data(x) for x in targets]
         self._transfer = _transfer(self._names, *data, donate, path, max_inflight_bytes)
 
@@ -179,8 +178,12 @@ class TransitionProgram:
             _check_alive(name, array)
             _check_same(name, array, source)
         arrays = [_key_data(array) for _, array in leaves]
+        kinds = [jax.random.key_impl(a) if _is_key(a) else None for _, a in leaves]
         moved = self._transfer.run(arrays)
-        wrapped = [_wrap_keys(x, t) for x, t in zip(moved, self._target, strict=True)]
+        wrapped = [
+            x if kind is None else jax.random.wrap_key_data(x, impl=kind)
+            for x, kind in zip(moved, kinds, strict=True)
+        ]
         return jax.tree.unflatten(treedef, wrapped)
 
 
@@ -272,17 +275,11 @@ def _abstract(name: str, x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _is_key(x: Any) -> bool:
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _key_data(x: jax.Array) -> jax.Array:
     return jax.random.key_data(x) if _is_key(x) else x
-
-
-def _wrap_keys(x: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
-    if not _is_key(target):
-        return x
-    return jax.random.wrap_key_data(x, impl=jax.random.key_impl(target))
 
 
 def _data(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -328,9 +325,7 @@ def _check_same(name: str, x: Any, source: jax.ShapeDtypeStruct) -> None:
 def _check_cast(name: str, source: Any, target: Any, allow_range_loss: bool) -> None:
     if source == target:
         return
-    if jax.dtypes.issubdtype(source, jax.dtypes.prng_key) or jax.dtypes.issubdtype(
-        target, jax.dtypes.prng_key
-    ):
+    if jnp.issubdtype(source, jax.dtypes.prng_key) or jnp.issubdtype(target, jax.dtypes.prng_key):
         raise ReshardError(f"{name} is {source}, wanted {target}; random keys are not cast")
     if not allow_range_loss and _loses_range(jnp.dtype(source), jnp.dtype(target)):
         raise ReshardError(

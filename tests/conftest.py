@@ -188,7 +188,8 @@ class Nereus:
 
     def same_rows(self, workdir: Path) -> list[Row]:
         """The metrics without what no two runs share: times, rates and memory."""
-        own = {"step_s", "tokens_per_s", "stage_s", "weight_edge_s", "peak_memory_bytes", "eval_s"}
+        own = {"step_s", "tokens_per_s", "stage_s", "weight_edge_s", "compile_s", "eval_s"}
+        own.add("peak_memory_bytes")
         return [{k: v for k, v in r.items() if k not in own} for r in self.rows(workdir)]
 
 

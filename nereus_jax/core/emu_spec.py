@@ -8,10 +8,13 @@ stays zero under training (see `models/decoder.py`).
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
+from nereus_jax.core.errors import ReshardError
 from nereus_jax.core.layout import DP, KV, MESH_AXES, PP, TP_AXES
 
 Box = tuple[tuple[int, int], ...]
@@ -129,7 +132,7 @@ class LeafSpec:
         self, rules: ShardingRules, mesh_shape: tuple[int, ...], coordinates: tuple[int, ...]
     ) -> Box:
         """The index ranges of the padded array that the device at mesh `coordinates` holds."""
-        position = self._position(rules, mesh_shape, coordinates)
+        position = _position(self.dim_axes(rules), rules.axis_names, mesh_shape, coordinates)
         local = self.local_shape(rules, mesh_shape)
         return tuple((p * n, (p + 1) * n) for p, n in zip(position, local, strict=True))
 
@@ -137,21 +140,7 @@ class LeafSpec:
         self, rules: ShardingRules, mesh_shape: tuple[int, ...]
     ) -> tuple[tuple[int, ...], ...]:
         """Which block every device holds, in row-major order of the mesh."""
-        places = itertools.product(*(range(n) for n in mesh_shape))
-        return tuple(self._position(rules, mesh_shape, place) for place in places)
-
-    def _position(
-        self, rules: ShardingRules, mesh_shape: tuple[int, ...], coordinates: tuple[int, ...]
-    ) -> tuple[int, ...]:
-        sizes = dict(zip(rules.axis_names, mesh_shape, strict=True))
-        place = dict(zip(rules.axis_names, coordinates, strict=True))
-        position: list[int] = []
-        for axes in self.dim_axes(rules):
-            index = 0
-            for axis in axes:
-                index = index * sizes[axis] + place[axis]
-            position.append(index)
-        return tuple(position)
+        return _positions(self.dim_axes(rules), rules.axis_names, mesh_shape)
 
     def with_zero(self, rules: ShardingRules, mesh_shape: tuple[int, ...]) -> "LeafSpec":
         """This leaf with one dim also split over dp: the last one whose local extent dp divides.
@@ -168,6 +157,43 @@ class LeafSpec:
         return dataclasses.replace(self, zero_dim=candidates[-1])
 
 
+def _position(
+    dim_axes: tuple[tuple[str, ...], ...],
+    axis_names: tuple[str, ...],
+    mesh_shape: tuple[int, ...],
+    coordinates: tuple[int, ...],
+) -> tuple[int, ...]:
+    sizes = dict(zip(axis_names, mesh_shape, strict=True))
+    place = dict(zip(axis_names, coordinates, strict=True))
+    position: list[int] = []
+    for axes in dim_axes:
+        index = 0
+        for axis in axes:
+            index = index * sizes[axis] + place[axis]
+        position.append(index)
+    return tuple(position)
+
+
+def _mesh_axes(name: str, shape: tuple[int, ...], spec: tuple[Any, ...]) -> list[tuple[str, ...]]:
+    """The mesh axes of each dim, of a partition spec that may be shorter than the shape."""
+    if len(spec) > len(shape):
+        raise ReshardError(
+            f"{name!r} has shape {shape}, {len(shape)} dims, but its spec {spec} names {len(spec)}"
+        )
+    entries = (*spec, *[None] * (len(shape) - len(spec)))
+    return [e if isinstance(e, tuple) else (e,) if isinstance(e, str) else () for e in entries]
+
+
+@functools.lru_cache(maxsize=1024)  # leaves that are cut alike share one tuple
+def _positions(
+    dim_axes: tuple[tuple[str, ...], ...],
+    axis_names: tuple[str, ...],
+    mesh_shape: tuple[int, ...],
+) -> tuple[tuple[int, ...], ...]:
+    places = itertools.product(*(range(n) for n in mesh_shape))
+    return tuple(_position(dim_axes, axis_names, mesh_shape, place) for place in places)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmuSpec:
     """The leaves of one model's state, in a fixed order."""
@@ -179,6 +205,66 @@ class EmuSpec:
         names = [leaf.name for leaf in self.leaves]
         if len(set(names)) != len(names):
             raise ValueError(f"leaf names are not unique: {sorted(names)}")
+
+    @classmethod
+    def from_tree(cls, tree: Any, shardings: Any) -> "EmuSpec":
+        """The leaves of any pytree, as its named shardings cut them.
+
+            spec = EmuSpec.from_tree(params, shardings)
+            spec.local_bytes(tuple(mesh.shape.values()))
+
+        Args:
+          tree: of arrays, or of anything with `shape` and `dtype`.
+          shardings: a `jax.sharding.NamedSharding` for each leaf or subtree, or one for all; their
+            meshes have the same axes.
+
+        Returns:
+          Leaves named by their path, dots between its parts. A logical axis is named by the mesh
+          axes that it is split over.
+
+        Raises:
+          ReshardError: the two trees do not fit, or a leaf cannot be described.
+        """
+        import jax  # whoever has a pytree of arrays has jax; nothing else in core needs it
+
+        tree_util: Any = jax.tree_util
+        flat: list[tuple[Any, Any]] = tree_util.tree_flatten_with_path(tree)[0]
+        try:
+            ends = jax.tree.leaves(jax.tree.broadcast(shardings, tree))
+        except ValueError as error:
+            raise ReshardError(f"the tree does not match its shardings: {error}") from None
+        leaves: list[LeafSpec] = []
+        mesh_axes: dict[str, tuple[str, ...]] = {}
+        axis_names: tuple[str, ...] | None = None
+        for (path, x), sharding in zip(flat, ends, strict=True):
+            name = tree_util.keystr(path, simple=True, separator=".")
+            if not isinstance(sharding, jax.sharding.NamedSharding):
+                raise ReshardError(
+                    f"the sharding of {name!r} is a {type(sharding).__name__}; "
+                    f"give a jax.sharding.NamedSharding"
+                )
+            if axis_names not in (None, sharding.mesh.axis_names):
+                raise ReshardError(
+                    f"the mesh of {name!r} has the axes {sharding.mesh.axis_names}, that of the "
+                    f"leaves before it {axis_names}; all leaves of a spec lie on one mesh"
+                )
+            axis_names = tuple(sharding.mesh.axis_names)
+            if str(x.dtype) not in DTYPE_BYTES:
+                raise ReshardError(
+                    f"{name!r} has dtype {x.dtype}; dtypes that a leaf can have: "
+                    f"{', '.join(sorted(DTYPE_BYTES))}"
+                )
+            cuts = _mesh_axes(name, tuple(x.shape), tuple(sharding.spec))
+            mesh_axes |= {",".join(axes): axes for axes in cuts if axes}
+            leaf = LeafSpec(
+                name=name,
+                shape=tuple(x.shape),
+                dtype=str(x.dtype),
+                logical_axes=tuple(",".join(axes) or None for axes in cuts),
+            )
+            leaves.append(leaf)
+        rules = ShardingRules(mesh_axes=mesh_axes, axis_names=axis_names or MESH_AXES)
+        return cls(leaves=tuple(leaves), rules=rules)
 
     def __iter__(self) -> Iterator[LeafSpec]:
         return iter(self.leaves)

@@ -123,6 +123,11 @@ class TransferSchedule:
         return 2 * sum(self.payload_bytes(e) for e in group)
 
     @property
+    def inflight_bytes(self) -> int:
+        """The largest send and receive buffers of any group, on one device."""
+        return max((self.group_bytes(g) for b in self.batches for g in b.groups), default=0)
+
+    @property
     def exchanges(self) -> tuple[Exchange, ...]:
         return tuple(e for b in self.batches for g in b.groups for e in g)
 

@@ -126,10 +126,11 @@ def what_is_kept(
     source_at = np.array([c[1] for c in copied], np.int64).reshape(len(copied), num_dims)
     target_at = np.array([c[2] for c in copied], np.int64).reshape(len(copied), num_dims)
     start, stop = _intersections(source_at, target_at, source, target)
-    some = (stop > start).all(axis=1)
+    some = np.asarray((stop > start).all(axis=1))
+    movers = np.array([c[0] for c in copied], np.int64)
     return Kept(
         shared=tuple(sorted(shared)),
-        copied=tuple(c[0] for c, is_some in zip(copied, some, strict=True) if is_some),
+        copied=tuple(int(device) for device in movers[some]),
         starts=start[some],
         extents=(stop - start)[some],
         receiving=tuple(sorted(receiving)),

@@ -12,11 +12,11 @@ import numpy as np
 from nereus_jax.core.devices import DeviceId
 from nereus_jax.core.errors import InfeasiblePlanError
 from nereus_jax.core.tiling import LeafTiling, device_order
-from nereus_jax.core.transfer import Batch, Exchange, Kept, Part, TransferSchedule
+from nereus_jax.core.transfer import Batch, Exchange, Ints, Kept, Part, TransferSchedule
 from nereus_jax.planning.edge_coloring import color_edges
 from nereus_jax.planning.pieces import ClassKey, Edges, SenderChoice, boxes, class_key, what_is_kept
 
-MAX_INFLIGHT_BYTES = 1 << 30
+MAX_INFLIGHT_BYTES = 256 << 20
 """Default of the buffers that a transition may have in flight on a device."""
 
 MAX_INT32 = 2**31 - 1
@@ -135,7 +135,8 @@ def _exchanges(
     for edges, leaves in members:
         if not len(edges):
             continue
-        starts, extents = [], []
+        starts: list[Ints] = []
+        extents: list[Ints] = []
         for leaf in leaves:
             start, stop = boxes(edges, sources[leaf], targets[leaf])
             starts.append(start)
@@ -158,7 +159,7 @@ def _exchanges(
     return sorted(exchanges, key=lambda e: e.forwards)
 
 
-def _rounds(edges: Edges, extents: np.ndarray) -> list[list[int]]:
+def _rounds(edges: Edges, extents: Ints) -> list[list[int]]:
     """Edges whose boxes have the same shapes, cut into permutations."""
     signature = np.concatenate([edges.forwards[:, None], extents], axis=1)
     _, kinds = np.unique(signature, axis=0, return_inverse=True)

@@ -13,7 +13,7 @@ every device is that device's block.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -214,7 +214,8 @@ class CollectiveTransfer:
         self._boxes = BoxMaker(schedule)
         self._programs: list[Executable] = []
         start_s = time.perf_counter()
-        self._batches = tuple(self._compile(batch) for batch in schedule.batches)
+        mine = [b for b in schedule.batches if self._flat({*b.holding, *b.receiving}).is_local]
+        self._batches = tuple(self._compile(batch) for batch in mine)
         self._first = self._compile_first()
         self.compile_s = time.perf_counter() - start_s
 
@@ -226,8 +227,8 @@ class CollectiveTransfer:
     @property
     def temp_bytes(self) -> int:
         """The largest temporary of a program on a device, as XLA counts it."""
-        sizes = [p.compiled.memory_analysis().temp_size_in_bytes for p in self._programs]
-        return max(sizes, default=0)
+        found = [p.compiled.memory_analysis() for p in self._programs]
+        return max((m.temp_size_in_bytes for m in found if m is not None), default=0)
 
     def set_up(self) -> float:
         """Seconds of a first exchange between the devices, one value each.
@@ -389,8 +390,8 @@ class CollectiveTransfer:
             return self._compile_fused(batch)
         return self._compile_staged(batch)
 
-    def _flat(self, devices: Sequence[int]) -> FlatMesh:
-        return FlatMesh(devices, self.schedule, self._handles)
+    def _flat(self, devices: Iterable[int]) -> FlatMesh:
+        return FlatMesh(sorted(devices), self.schedule, self._handles)
 
     def _program(
         self,
@@ -525,8 +526,8 @@ class CollectiveTransfer:
         made = packed if begins is None else tuple(begins)
         shapes = self._shapes(made)
         receiving = self._flat(batch.receiving)
-        senders = self._flat(sorted({s for e in group for s, _ in e.pairs}))
-        everyone = self._flat(sorted({*batch.holding, *batch.receiving}))
+        senders = self._flat({s for e in group for s, _ in e.pairs})
+        everyone = self._flat({*batch.holding, *batch.receiving})
         reading, writing = OffsetTable(senders.devices), OffsetTable(receiving.devices)
         exchanges = [self._boxes.exchange(e, reading, writing, whole) for e in group]
         copies = self._boxes.local_copies(made if begins is not None else (), writing)

@@ -154,7 +154,9 @@ def _recipe(
     return BlockRecipe(
         devices=tuple(devices),
         copies=tuple(copies),
-        is_whole=same_blocks(source, target) and origins == [position],
+        is_whole=same_blocks(source, target)
+        and origins == [position]
+        and holders[position] not in devices,  # jax would hand the block on instead of copying it
         has_padding=covered < math.prod(target.local_shape),
     )
 

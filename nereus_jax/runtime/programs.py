@@ -2,12 +2,12 @@
 cost."""
 
 import dataclasses
-import time
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 import jax
 
+from nereus_jax.runtime.compile_queue import CompileCost, CompileQueue, Compiling, compile_now
 from nereus_jax.runtime.emu import Site
 
 if TYPE_CHECKING:
@@ -48,11 +48,10 @@ class ProgramKey:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """A compiled program and its costs.
+    """A compiled program and its sizes.
 
     Attributes:
       run: the executable; it takes arrays with exactly the compiled shapes and shardings.
-      compile_s: seconds that tracing, lowering and compiling took.
       argument_bytes: per device, as XLA counts them.
       output_bytes: per device; outputs that reuse an argument's buffer are in `alias_bytes` too.
       temp_bytes: per device, what the program needs beside arguments and outputs while it runs.
@@ -60,7 +59,6 @@ class Program:
     """
 
     run: jax.stages.Compiled
-    compile_s: float
     argument_bytes: int
     output_bytes: int
     temp_bytes: int
@@ -68,35 +66,41 @@ class Program:
 
 
 class ProgramCache:
-    """Compiled programs of a job; `get` compiles on the first use."""
+    """Compiled programs of a job: `get` compiles on the first use, `prefetch` ahead of it."""
 
     def __init__(self) -> None:
-        self._programs: dict[ProgramKey, Program] = {}
+        self._programs: dict[ProgramKey, Compiling[Program]] = {}
 
     def get(self, key: ProgramKey, lower: Callable[[], jax.stages.Lowered]) -> Program:
-        """The program of this key, lowered by `lower` and compiled if it is not there yet."""
+        """The program of this key; lowered by `lower` and compiled if it is not there yet."""
         if key not in self._programs:
-            start_s = time.perf_counter()
-            compiled = lower().compile()
-            self._programs[key] = _program(compiled, time.perf_counter() - start_s)
-        return self._programs[key]
+            self._programs[key] = compile_now(lambda: _compile(lower))
+        return self._programs[key].result()
+
+    def prefetch(
+        self, key: ProgramKey, lower: Callable[[], jax.stages.Lowered], queue: CompileQueue
+    ) -> None:
+        """Compiles in the background; a `get` before it is there waits for it."""
+        if key not in self._programs:
+            self._programs[key] = queue.submit(lambda: _compile(lower))
 
     def items(self) -> tuple[tuple[ProgramKey, Program], ...]:
-        """All programs, in the order in which they were compiled."""
-        return tuple(self._programs.items())
+        """All programs that are there, in the order in which they were asked for."""
+        return tuple((k, p.result()) for k, p in self._programs.items() if p.done)
 
     @property
-    def compile_s(self) -> float:
-        """Seconds spent compiling so far."""
-        return sum(p.compile_s for p in self._programs.values())
+    def costs(self) -> tuple[CompileCost, ...]:
+        """What each compilation cost so far."""
+        return tuple(p.cost for p in self._programs.values())
 
     @property
     def largest_temp_bytes(self) -> int:
         """The largest temporary of any program, per device."""
-        return max((p.temp_bytes for p in self._programs.values()), default=0)
+        return max((program.temp_bytes for _, program in self.items()), default=0)
 
 
-def _program(compiled: jax.stages.Compiled, compile_s: float) -> Program:
+def _compile(lower: Callable[[], jax.stages.Lowered]) -> Program:
+    compiled = lower().compile()
     memory = compiled.memory_analysis()
 
     def size(name: str) -> int:
@@ -104,7 +108,6 @@ def _program(compiled: jax.stages.Compiled, compile_s: float) -> Program:
 
     return Program(
         run=compiled,
-        compile_s=compile_s,
         argument_bytes=size("argument_size_in_bytes"),
         output_bytes=size("output_size_in_bytes"),
         temp_bytes=size("temp_size_in_bytes"),

@@ -57,8 +57,8 @@ class Tiler:
             unknown = [str(d) for d in handles if d not in self._names]
             if unknown:
                 raise ReshardError(
-                    f"the sharding of {name!r} has {', '.join(unknown[:4])}, which the backend does "
-                    f"not have; build the mesh from jax.devices()"
+                    f"the sharding of {name!r} has {', '.join(unknown[:4])}, which the backend "
+                    f"does not have; build the mesh from jax.devices()"
                 )
             self._devices[handles] = tuple(self._names[d] for d in handles)
         positions = tuple(

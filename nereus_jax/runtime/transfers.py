@@ -87,6 +87,16 @@ class Transfer:
         """Whether any device gets a new block; if not, nothing is compiled or dispatched."""
         return bool(self.schedule.batches)
 
+    @property
+    def inflight_bytes(self) -> int:
+        """The most that send and receive buffers take on a device; 0 on the host path."""
+        return self.schedule.inflight_bytes if self.path == "collective" else 0
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `run` can begin at once."""
+        return not self._needs_programs or (self._compiling is not None and self._compiling.done)
+
     def compile(self) -> None:
         """Compiles in this thread what `run` needs; does nothing if it is or will be there."""
         if self._compiling is None and self._needs_programs:

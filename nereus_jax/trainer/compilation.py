@@ -6,7 +6,7 @@ from nereus_jax.trainer.job import Job, make_warmup_engine
 
 
 def compile_programs(job: Job, *, warmup: bool) -> None:
-    """Compiles the programs of every model-stage, in one order on every process.
+    """Compiles the programs of every model-stage and weight edge, in one order on every process.
 
     Args:
       job: the run.
@@ -28,3 +28,5 @@ def compile_programs(job: Job, *, warmup: bool) -> None:
         job.scores[stage].program(rows, length, width)
     for engine in (job.actor_train, job.critic_train):
         engine.program(config.algorithm.minibatch_size, length, width)
+    for target in sorted(job.edges):
+        job.edges[target].compile()

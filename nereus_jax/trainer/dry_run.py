@@ -71,7 +71,7 @@ def _report(job: Job, stages: Mapping[ModelStage, StageBytes]) -> None:
             f"all {len(here)} emulated devices of this host: {gib(sum(here))} of "
             f"{gib(host_memory_bytes())} host memory"
         )
-    print(f"compiled {len(job.programs.items())} programs in {job.programs.compile_s:.1f} s")
+    print(f"compiled {len(job.programs.items())} programs in {job.compile_cost['exposed']:.1f} s")
 
 
 def _shown(devices: Sequence[DeviceId]) -> str:

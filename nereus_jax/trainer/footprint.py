@@ -13,8 +13,8 @@ from nereus_jax.core.errors import InfeasiblePlanError
 from nereus_jax.core.roles import ACTOR_TRAIN, CRITIC_TRAIN, ModelStage
 from nereus_jax.runtime.engines.train import TrainEngine
 from nereus_jax.runtime.optimizers import is_leaf_spec
+from nereus_jax.trainer.edges import edge_temp_bytes
 from nereus_jax.trainer.job import Job
-from nereus_jax.trainer.state import model_spec
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -47,6 +47,10 @@ def stage_bytes(job: Job) -> dict[ModelStage, StageBytes]:
         # Outputs that take over no argument's memory exist beside the arguments.
         extra = program.temp_bytes + max(program.output_bytes - program.alias_bytes, 0)
         temporaries[key.model_stage] = max(temporaries.get(key.model_stage, 0), extra)
+    for edge in job.workflow.weight_edges:
+        needs = edge_temp_bytes(job.edges[edge.target])
+        for stage in (edge.source, edge.target):
+            temporaries[str(stage)] = max(temporaries.get(str(stage), 0), needs)
     engines = {ACTOR_TRAIN: job.actor_train, CRITIC_TRAIN: job.critic_train}
     return {
         stage: StageBytes(
@@ -67,7 +71,7 @@ def _parameter_bytes(job: Job, stage: ModelStage) -> int:
     same_place = any(job.plan[source] == job.plan[stage] for source in sources)
     if same_place and config.param_dtype == config.compute_dtype:
         return 0
-    return model_spec(job, stage).local_bytes(site.mesh_shape)
+    return job.model_spec(stage).local_bytes(site.mesh_shape)
 
 
 def _optimizer_bytes(engine: TrainEngine) -> int:

@@ -17,6 +17,7 @@ from nereus_jax.config import (
 )
 from nereus_jax.core import workflow
 from nereus_jax.core.architectures import DecoderConfig, Head
+from nereus_jax.core.emu_spec import EmuSpec
 from nereus_jax.core.errors import ConfigError, DataError
 from nereus_jax.core.layout import ParallelLayout
 from nereus_jax.core.plan import Placement, Plan
@@ -48,7 +49,9 @@ from nereus_jax.runtime.engines.score import ScoreEngine, ScoreKind
 from nereus_jax.runtime.engines.train import TrainEngine
 from nereus_jax.runtime.optimizers import make_optimizer
 from nereus_jax.runtime.programs import ProgramCache
+from nereus_jax.runtime.transfers import Transfer
 from nereus_jax.runtime.world import World
+from nereus_jax.trainer.edges import edge_temp_bytes, make_transfer
 
 TASK_PREFIX = "task:"
 
@@ -81,6 +84,31 @@ class Job:
     scores: Mapping[ModelStage, ScoreEngine]
     actor_train: TrainEngine
     critic_train: TrainEngine
+    edges: Mapping[ModelStage, Transfer]
+    """Target of a weight edge -> the transfer that serves it."""
+
+    @property
+    def largest_temp_bytes(self) -> int:
+        """The largest temporary of any program or transfer on a device."""
+        edges = [edge_temp_bytes(edge) for edge in self.edges.values()]
+        return max(self.programs.largest_temp_bytes, *edges, 0)
+
+    @property
+    def compile_cost(self) -> dict[str, float]:
+        """Seconds so far: compilation that was waited for, that was not, and first exchanges."""
+        costs = self.programs.costs
+        edges = [edge.cost for edge in self.edges.values()]
+        exposed_s = sum(c.exposed_s for c in costs) + sum(e.exposed_compile_s for e in edges)
+        total_s = sum(c.compile_s for c in costs) + sum(e.compile_s for e in edges)
+        return {
+            "exposed": exposed_s,
+            "hidden": total_s - exposed_s,
+            "set_up": sum(e.set_up_s for e in edges),
+        }
+
+    def model_spec(self, stage: ModelStage) -> EmuSpec:
+        """The leaves that a model-stage holds, in the dtype it computes with."""
+        return _model_spec(self.config, self.inputs, stage)
 
     @property
     def row_length(self) -> int:
@@ -271,12 +299,21 @@ def make_job(config: RunConfig, inputs: Inputs, world: World) -> Job:
         for stage, placement in plan.placements.items()
     }
     builder = _EngineBuilder(config=config, inputs=inputs, sites=sites, programs=programs)
+    trained = {
+        ACTOR_TRAIN: builder.train(ACTOR_TRAIN, builder.policy_objective(), num_updates(config)),
+        CRITIC_TRAIN: builder.train(
+            CRITIC_TRAIN,
+            ValueObjective(value_clip=config.algorithm.value_clip),
+            num_updates(config),
+        ),
+    }
+    graph = make_workflow(config)
     return Job(
         config=config,
         inputs=inputs,
         world=world,
         plan=plan,
-        workflow=make_workflow(config),
+        workflow=graph,
         sites=sites,
         programs=programs,
         generate=builder.generate(),
@@ -285,12 +322,18 @@ def make_job(config: RunConfig, inputs: Inputs, world: World) -> Job:
             for stage in (ACTOR_SCORE, REFERENCE_SCORE, CRITIC_SCORE, REWARD_SCORE)
             if stage in sites
         },
-        actor_train=builder.train(ACTOR_TRAIN, builder.policy_objective(), num_updates(config)),
-        critic_train=builder.train(
-            CRITIC_TRAIN,
-            ValueObjective(value_clip=config.algorithm.value_clip),
-            num_updates(config),
-        ),
+        actor_train=trained[ACTOR_TRAIN],
+        critic_train=trained[CRITIC_TRAIN],
+        edges={
+            edge.target: make_transfer(
+                world,
+                trained[edge.source].spec,
+                sites[edge.source],
+                _model_spec(config, inputs, edge.target),
+                sites[edge.target],
+            )
+            for edge in graph.weight_edges
+        },
     )
 
 
@@ -307,6 +350,12 @@ def num_updates(config: RunConfig) -> int:
     """Optimizer updates of a model over the whole run."""
     minibatches = config.rollout.batch_size // config.algorithm.minibatch_size
     return config.num_steps * config.algorithm.epochs * minibatches
+
+
+def _model_spec(config: RunConfig, inputs: Inputs, stage: ModelStage) -> EmuSpec:
+    scalar = stage.role in (Role.CRITIC, Role.REWARD)
+    head = Head.SCALAR if scalar else Head.LM
+    return _decoder(inputs, stage).spec(head, config.model.compute_dtype)
 
 
 def _decoder(inputs: Inputs, stage: ModelStage) -> DecoderConfig:

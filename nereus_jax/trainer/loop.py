@@ -39,7 +39,6 @@ from nereus_jax.trainer.state import (
     frozen_models,
     initial_actor_params,
     initial_critic,
-    model_spec,
     refresh_edges,
 )
 from nereus_jax.trainer.warmup import run_warmup
@@ -151,7 +150,7 @@ def _resume(session: Session, step: int) -> JobState:
     frozen_stages = [s for s in job.sites if _is_frozen(job, s)]
     frozen = {}
     if frozen_stages:
-        abstract_frozen = {str(s): job.sites[s].abstract(model_spec(job, s)) for s in frozen_stages}
+        abstract_frozen = {str(s): job.sites[s].abstract(job.model_spec(s)) for s in frozen_stages}
         frozen = {
             ModelStage.parse(name): params
             for name, params in store.restore_frozen(abstract_frozen).items()

@@ -70,7 +70,8 @@ def step_row(
         "tokens_per_s": rollout.num_tokens / step_s,
         "stage_s": {span.name: span.duration_s for span in result.spans},
         "weight_edge_s": {span.name: span.duration_s for span in edge_spans},
-        "peak_memory_bytes": live_bytes + job.programs.largest_temp_bytes,
+        "compile_s": job.compile_cost,
+        "peak_memory_bytes": live_bytes + job.largest_temp_bytes,
     }
     return row
 

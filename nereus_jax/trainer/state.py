@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from nereus_jax.core.architectures import Head
-from nereus_jax.core.emu_spec import EmuSpec
 from nereus_jax.core.roles import (
     ACTOR_TRAIN,
     CRITIC_TRAIN,
@@ -25,7 +24,7 @@ from nereus_jax.models.huggingface import TensorSource
 from nereus_jax.runtime import host
 from nereus_jax.runtime.emu import Params, initialize, live_bytes_per_device, load
 from nereus_jax.runtime.engines.train import TrainState
-from nereus_jax.runtime.weight_edge import transfer
+from nereus_jax.trainer.edges import make_transfer, run_transfer
 from nereus_jax.trainer.job import Job
 
 
@@ -76,15 +75,6 @@ class JobState:
         return max(totals.values(), default=0)
 
 
-def model_spec(job: Job, stage: ModelStage) -> EmuSpec:
-    """The leaves that a model-stage holds, in the dtype it computes with."""
-    if stage.role is Role.REWARD:
-        assert job.inputs.reward_model is not None
-        return job.inputs.reward_model.spec(Head.SCALAR, job.config.model.compute_dtype)
-    head = Head.SCALAR if stage.role is Role.CRITIC else Head.LM
-    return job.inputs.model.spec(head, job.config.model.compute_dtype)
-
-
 def initial_actor_params(job: Job) -> Params:
     """The weights of the actor of the configured path, or random ones."""
     site, config = job.sites[ACTOR_TRAIN], job.config
@@ -98,7 +88,8 @@ def initial_critic(job: Job, actor: Mapping[str, jax.Array]) -> TrainState:
     source, target = job.sites[ACTOR_TRAIN], job.sites[CRITIC_TRAIN]
     spec = job.critic_train.spec
     shared = dataclasses.replace(spec, leaves=tuple(x for x in spec if x.name != "scalar_head"))
-    params = transfer(actor, job.actor_train.spec, source, shared, target, copy=True)
+    copy = make_transfer(job.world, job.actor_train.spec, source, shared, target, share=False)
+    params = run_transfer(copy, actor)
     head = spec["scalar_head"]
     sharding = target.leaf_sharding(head, spec.rules)
     params["scalar_head"] = host.put(np.zeros(head.shape, np.dtype(head.dtype)), sharding)
@@ -109,17 +100,18 @@ def frozen_models(job: Job, actor: Mapping[str, jax.Array]) -> dict[ModelStage, 
     """The reference (a copy of the actor as it is now) and the reward model."""
     frozen: dict[ModelStage, Params] = {}
     if REFERENCE_SCORE in job.sites:
-        frozen[REFERENCE_SCORE] = transfer(
-            actor,
+        copy = make_transfer(
+            job.world,
             job.actor_train.spec,
             job.sites[ACTOR_TRAIN],
-            model_spec(job, REFERENCE_SCORE),
+            job.model_spec(REFERENCE_SCORE),
             job.sites[REFERENCE_SCORE],
-            copy=True,
+            share=False,
         )
+        frozen[REFERENCE_SCORE] = run_transfer(copy, actor)
     if REWARD_SCORE in job.sites:
         source = TensorSource(job.config.reward.model_path, Head.SCALAR)
-        spec = model_spec(job, REWARD_SCORE)
+        spec = job.model_spec(REWARD_SCORE)
         frozen[REWARD_SCORE] = load(spec, job.sites[REWARD_SCORE], source.read)
     return frozen
 
@@ -129,8 +121,10 @@ def refresh_edges(job: Job, state: JobState) -> tuple[Span, ...]:
     spans: list[Span] = []
     for edge in job.workflow.weight_edges:
         start_s, begin_s = time.time(), time.perf_counter()  # only the second never steps back
+        before = state.edges.get(edge.target)
         params = refresh_edge(job, state, edge)
         jax.block_until_ready(params)
+        moved = before is not state.edges[edge.target]
         span = Span(
             name=f"{edge.source}->{edge.target}",
             kind="weight_edge",
@@ -138,6 +132,7 @@ def refresh_edges(job: Job, state: JobState) -> tuple[Span, ...]:
             end_s=start_s + time.perf_counter() - begin_s,
             devices=tuple(str(d) for d in job.plan[edge.target].devices),
             step=state.counters.step,
+            bytes=job.edges[edge.target].schedule.wire_bytes if moved else 0,
         )
         spans.append(span)
     return tuple(spans)
@@ -152,15 +147,8 @@ def refresh_edge(job: Job, state: JobState, edge: WeightEdge) -> Params:
     if held is not None and held[0] == version:
         return held[1]
     state.edges.pop(edge.target, None)  # the old weights make room for the new ones
-    engine = job.actor_train if is_actor else job.critic_train
     source = state.actor if is_actor else state.critic
-    params = transfer(
-        source.params,
-        engine.spec,
-        job.sites[edge.source],
-        model_spec(job, edge.target),
-        job.sites[edge.target],
-    )
+    params = run_transfer(job.edges[edge.target], source.params)
     state.edges[edge.target] = (version, params)
     return params
 
