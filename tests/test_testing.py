@@ -16,7 +16,7 @@ F32, U8, C64, PRED = "float32", "uint8", "complex64", "bool"
 Local = tuple[tuple[int, ...], str]
 
 
-def wire_bytes(body: Callable[..., Any], local: Local, out_spec: Any = P("a")) -> int:
+def wire_bytes(body: Callable[..., Any], local: Local) -> int:
     """What a body moves on a mesh a=2, b=4, where every device has a block of this shape."""
     shape, dtype = local
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
@@ -24,7 +24,7 @@ def wire_bytes(body: Callable[..., Any], local: Local, out_spec: Any = P("a")) -
     whole = jax.ShapeDtypeStruct(
         (8 * shape[0], *shape[1:]), dtype, sharding=NamedSharding(mesh, spec)
     )
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=out_spec, check_vma=False)
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=P("a"), check_vma=False)
     return collective_wire_bytes(jax.jit(mapped).lower(whole).compile().as_text() or "", 8)
 
 
