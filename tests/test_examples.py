@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,3 +25,26 @@ def test_generate_prints_the_same_tokens_for_both_layouts() -> None:
     one, other = (line.split(": ")[1] for line in run.stdout.splitlines())
     assert one == other
     assert [len(row) for row in json.loads(one)] == [8, 8]
+
+
+def test_elastic_optax_trains_as_it_does_without_a_change() -> None:
+    losses, moved = [], []
+    for arguments in ([], ["--static"]):
+        run = subprocess.run(
+            [sys.executable, "examples/elastic_optax.py", *arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
+        )
+        assert run.returncode == 0, run.stderr
+        lines = run.stdout.splitlines()
+        losses.append([float(x.split("loss ")[1]) for x in lines if "loss" in x])
+        moved.append([int(x.split()[1]) for x in lines if x.startswith("moved")])
+    changed, static = losses
+    assert len(changed) == 30
+    np.testing.assert_allclose(changed, static, rtol=1e-4)
+    assert min(changed[20:]) < changed[0]
+    # The weights and moments of which a device lacks a part.
+    assert all(moved[0]) and not any(moved[1]) and len(moved[0]) == 2
