@@ -135,7 +135,8 @@ def _group_sizes(line: str, num_devices: int) -> list[int]:
         return [num_devices]
     if iota := re.match(r"\[(\d+),(\d+)\]<=", groups):
         return [int(iota[2])] * int(iota[1])
-    if named := re.match(r"mesh\[([^\]]*)\]\s*\{([^}]*)\}", groups):
+    # Which device is where in the mesh (device_ids) does not matter for the sizes.
+    if named := re.match(r"mesh\[([^\]]*)\](?:, device_ids=\(.*?\))?\s*\{([^}]*)\}", groups):
         sizes = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", named[1])}
         # A part of an axis is written 'axis':(what comes before it)its size.
         axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", named[2])

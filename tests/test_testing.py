@@ -78,6 +78,11 @@ def test_other_collectives_move_what_a_ring_does() -> None:
         ("%r = f32[16] all-reduce-start(%x), replica_groups={{0,1},{2}}", 2 * 1 * 64),
         ("%s = ((f32[16]), f32[4]) reduce-scatter-start(%x), replica_groups=[2,4]<=[8]", 8 * 48),
         ("%r = f32[8] all-reduce(%x), replica_groups=mesh['a'=2,'b'=4] {'b':(1)2}", 4 * 2 * 32),
+        (
+            "%g = f32[8] all-gather(%x), "
+            "replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}, dimensions={0}",
+            4 * 32,
+        ),
         ("%b = f32[8] collective-broadcast(%x), replica_groups={{0,1,2},{3,4}}", 3 * 32),
     ],
 )
