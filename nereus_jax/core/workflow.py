@@ -6,6 +6,7 @@ from the names that calls read and write.
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 from nereus_jax.core.roles import (
     ACTOR_GENERATE,
@@ -21,24 +22,39 @@ from nereus_jax.core.roles import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageCall:
-    """One model-stage's part in a step, as the names of the values it reads and writes."""
+    """One model-stage's part in a step, as the names of the values it reads and writes.
+
+    Attributes:
+      purpose: tells the calls of a model-stage apart that a step makes several of.
+    """
 
     model_stage: ModelStage
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    purpose: str = ""
 
     @property
     def name(self) -> str:
-        return str(self.model_stage)
+        return f"{self.model_stage} {self.purpose}".rstrip()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostCall:
-    """Work on the host between model-stages: rewards from a function, advantages."""
+    """Work on the host between model-stages: rewards from a function, advantages.
 
-    name: str
+    Attributes:
+      function: what is done.
+      purpose: as in `StageCall`.
+    """
+
+    function: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    purpose: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.function} {self.purpose}".rstrip()
 
 
 Call = StageCall | HostCall
@@ -66,7 +82,8 @@ class Workflow:
 
     @property
     def model_stages(self) -> tuple[ModelStage, ...]:
-        return tuple(c.model_stage for c in self.calls if isinstance(c, StageCall))
+        stages = [c.model_stage for c in self.calls if isinstance(c, StageCall)]
+        return tuple(dict.fromkeys(stages))
 
     def waves(self) -> tuple[tuple[Call, ...], ...]:
         """Calls grouped by the earliest moment at which their inputs exist.
@@ -93,41 +110,92 @@ class Workflow:
         return tuple(waves)
 
 
-def ppo(*, reward_model: bool, reference: bool, recompute_old_logprobs: bool) -> Workflow:
-    """Proximal policy optimization: Schulman et al. 2017, with the roles of Ouyang et al. 2022.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What tells the algorithms apart in the order of a step.
+
+    Attributes:
+      critic: a critic gives values, and is trained.
+      greedy_baseline: the reward of a greedy response to the same prompt is the baseline.
+      grouped: the baseline comes from several responses to the same prompt.
+    """
+
+    critic: bool = False
+    greedy_baseline: bool = False
+    grouped: bool = False
+
+
+ALGORITHMS: Mapping[str, Traits] = {
+    "ppo": Traits(critic=True),
+    "grpo": Traits(grouped=True),
+    "rloo": Traits(grouped=True),
+    "reinforce_pp": Traits(),
+    "remax": Traits(greedy_baseline=True),
+}
+"""ppo: Schulman et al. 2017 with the roles of Ouyang et al. 2022; grpo: Shao et al. 2024; rloo:
+Ahmadian et al. 2024; reinforce_pp: REINFORCE++, Hu 2025; remax: Li et al. 2023."""
+
+
+def policy_gradient(
+    algorithm: str, *, reward_model: bool, reference: bool, recompute_old_logprobs: bool
+) -> Workflow:
+    """The workflow of one of `ALGORITHMS`.
 
     Args:
+      algorithm: its name.
       reward_model: rewards come from a reward model, not from a function on the host.
       reference: a frozen reference model gives the KL penalty.
       recompute_old_logprobs: the old log-probabilities come from a SCORE pass, not from the
         rollout.
     """
-    rollout = ("rollout",)
-    calls: list[Call] = [
-        StageCall(model_stage=ACTOR_GENERATE, inputs=("prompts",), outputs=rollout)
-    ]
+    traits = ALGORITHMS[algorithm]
+    calls: list[Call] = [_generate("rollout")]
     edges = [WeightEdge(source=ACTOR_TRAIN, target=ACTOR_GENERATE)]
-    scores: list[str] = []
-
-    def score(model_stage: ModelStage, output: str) -> None:
-        calls.append(StageCall(model_stage=model_stage, inputs=rollout, outputs=(output,)))
-        scores.append(output)
-
+    read = ["rollout"]
+    if traits.greedy_baseline:
+        calls += [
+            _generate("greedy_rollout", "greedy"),
+            _rewards("greedy_rollout", "greedy_rewards", reward_model, "greedy"),
+        ]
+        read.append("greedy_rewards")
     if recompute_old_logprobs:
-        score(ACTOR_SCORE, "actor_scores")
+        calls.append(_score(ACTOR_SCORE, "actor_scores"))
         edges.append(WeightEdge(source=ACTOR_TRAIN, target=ACTOR_SCORE))
     if reference:
-        score(REFERENCE_SCORE, "reference_scores")
-    score(CRITIC_SCORE, "values")
-    edges.append(WeightEdge(source=CRITIC_TRAIN, target=CRITIC_SCORE))
-    if reward_model:
-        score(REWARD_SCORE, "rewards")
-    else:
-        calls.append(HostCall(name="rewards", inputs=("prompts", *rollout), outputs=("rewards",)))
-        scores.append("rewards")
+        calls.append(_score(REFERENCE_SCORE, "reference_scores"))
+    if traits.critic:
+        calls.append(_score(CRITIC_SCORE, "values"))
+        edges.append(WeightEdge(source=CRITIC_TRAIN, target=CRITIC_SCORE))
+    calls.append(_rewards("rollout", "rewards", reward_model))
+    read += [c.outputs[0] for c in calls if c.inputs[-1] == "rollout"]
+    trained = {ACTOR_TRAIN: "actor_metrics"} | (
+        {CRITIC_TRAIN: "critic_metrics"} if traits.critic else {}
+    )
+    calls.append(HostCall(function="advantages", inputs=tuple(read), outputs=("batch",)))
     calls += [
-        HostCall(name="advantages", inputs=(*rollout, *scores), outputs=("batch",)),
-        StageCall(model_stage=ACTOR_TRAIN, inputs=("batch",), outputs=("actor_metrics",)),
-        StageCall(model_stage=CRITIC_TRAIN, inputs=("batch",), outputs=("critic_metrics",)),
+        StageCall(model_stage=stage, inputs=("batch",), outputs=(metrics,))
+        for stage, metrics in trained.items()
     ]
-    return Workflow(name="ppo", given=("prompts",), calls=tuple(calls), weight_edges=tuple(edges))
+    return Workflow(
+        name=algorithm, given=("prompts",), calls=tuple(calls), weight_edges=tuple(edges)
+    )
+
+
+def _generate(output: str, purpose: str = "") -> StageCall:
+    return StageCall(
+        model_stage=ACTOR_GENERATE, inputs=("prompts",), outputs=(output,), purpose=purpose
+    )
+
+
+def _score(model_stage: ModelStage, output: str) -> StageCall:
+    return StageCall(model_stage=model_stage, inputs=("rollout",), outputs=(output,))
+
+
+def _rewards(rollout: str, output: str, reward_model: bool, purpose: str = "") -> Call:
+    if reward_model:
+        return StageCall(
+            model_stage=REWARD_SCORE, inputs=(rollout,), outputs=(output,), purpose=purpose
+        )
+    return HostCall(
+        function="rewards", inputs=("prompts", rollout), outputs=(output,), purpose=purpose
+    )

@@ -56,6 +56,63 @@ def token_rewards(
     return jnp.where(is_last_BT, scores_B[:, None], 0.0) - penalties_BT
 
 
+def group_normalized(scores_B: Array, group_size: int, *, divide: bool = True) -> jax.Array:
+    """Scores against those of the other responses to the same prompt: GRPO's baseline.
+
+    y[b] = (r[b] - mean(group)) / (std(group) + 1e-6), std with group_size - 1 in the denominator;
+    without `divide` the difference alone.
+
+    Args:
+        scores_B: one score per response; the responses to a prompt follow each other.
+        group_size: responses per prompt, at least 2.
+        divide: False leaves the scale alone (Liu et al., "Understanding R1-Zero-Like Training",
+          2025, who call the result Dr. GRPO).
+
+    Returns:
+        float32 [B]; all 0 in a group whose scores are equal.
+
+    Source: Shao et al., "DeepSeekMath" (2024), section 4.1.2.
+    """
+    groups_GN = _groups(scores_B, group_size)
+    centered_GN = groups_GN - groups_GN.mean(axis=1, keepdims=True)
+    # Equal scores leave the rounding error of their mean, which a division would blow up.
+    varied_G1 = (groups_GN != groups_GN[:, :1]).any(axis=1, keepdims=True)
+    centered_GN = jnp.where(varied_G1, centered_GN, 0.0)
+    if divide:
+        centered_GN = centered_GN / (groups_GN.std(axis=1, ddof=1, keepdims=True) + 1e-6)
+    return centered_GN.reshape(-1)
+
+
+def leave_one_out(scores_B: Array, group_size: int) -> jax.Array:
+    """Scores less the mean score of the other responses to the same prompt: RLOO's baseline.
+
+    y[b] = r[b] - mean(r of the other group_size - 1 responses)
+
+    Args:
+        scores_B: one score per response; the responses to a prompt follow each other.
+        group_size: responses per prompt, at least 2.
+
+    Returns:
+        float32 [B].
+
+    Source: Ahmadian et al., "Back to Basics: Revisiting REINFORCE-Style Optimization" (2024),
+    equation 9.
+    """
+    groups_GN = _groups(scores_B, group_size)
+    others_GN = (groups_GN.sum(axis=1, keepdims=True) - groups_GN) / (group_size - 1)
+    return (groups_GN - others_GN).reshape(-1)
+
+
+def _groups(scores_B: Array, group_size: int) -> jax.Array:
+    scores_B = jnp.asarray(scores_B).astype(jnp.float32)
+    if group_size < 2 or scores_B.shape[0] % group_size:
+        raise ValueError(
+            f"expected groups of at least 2 that divide the {scores_B.shape[0]} scores, "
+            f"got groups of {group_size}"
+        )
+    return scores_B.reshape(-1, group_size)
+
+
 def gae(
     rewards_BT: Array, values_BT: Array, mask_BT: Array, gamma: float, gae_lambda: float
 ) -> tuple[jax.Array, jax.Array]:

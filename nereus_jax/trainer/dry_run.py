@@ -43,7 +43,8 @@ def _report(job: Job, stages: Mapping[ModelStage, StageBytes]) -> None:
     )
     print(
         f"batch: {config.rollout.batch_size} prompts of up to {config.data.max_prompt_length} "
-        f"tokens, responses of up to {config.rollout.max_response_length}; minibatches of "
+        f"tokens, {config.rollout.samples_per_prompt} responses to each of up to "
+        f"{config.rollout.max_response_length}; minibatches of "
         f"{config.algorithm.minibatch_size} rows, microbatches of {config.train.microbatch_size}"
     )
     print("\nbytes on each device of a model-stage (padding included):")

@@ -10,7 +10,7 @@ import jax
 from nereus_jax.core.devices import DeviceId
 from nereus_jax.core.emu_spec import DTYPE_BYTES, LeafSpec
 from nereus_jax.core.errors import InfeasiblePlanError
-from nereus_jax.core.roles import ACTOR_TRAIN, CRITIC_TRAIN, ModelStage
+from nereus_jax.core.roles import ModelStage
 from nereus_jax.runtime.engines.train import TrainEngine
 from nereus_jax.runtime.optimizers import is_leaf_spec
 from nereus_jax.trainer.edges import edge_temp_bytes
@@ -51,11 +51,10 @@ def stage_bytes(job: Job) -> dict[ModelStage, StageBytes]:
         needs = edge_temp_bytes(job.edges[edge.target])
         for stage in (edge.source, edge.target):
             temporaries[str(stage)] = max(temporaries.get(str(stage), 0), needs)
-    engines = {ACTOR_TRAIN: job.actor_train, CRITIC_TRAIN: job.critic_train}
     return {
         stage: StageBytes(
             parameters=_parameter_bytes(job, stage),
-            optimizer=_optimizer_bytes(engines[stage]) if stage in engines else 0,
+            optimizer=_optimizer_bytes(job.trains[stage]) if stage in job.trains else 0,
             temporaries=temporaries.get(str(stage), 0),
         )
         for stage in sorted(job.sites)
@@ -64,9 +63,8 @@ def stage_bytes(job: Job) -> dict[ModelStage, StageBytes]:
 
 def _parameter_bytes(job: Job, stage: ModelStage) -> int:
     site, config = job.sites[stage], job.config.model
-    if stage in (ACTOR_TRAIN, CRITIC_TRAIN):
-        engine = job.actor_train if stage == ACTOR_TRAIN else job.critic_train
-        return engine.spec.local_bytes(site.mesh_shape)
+    if stage in job.trains:
+        return job.trains[stage].spec.local_bytes(site.mesh_shape)
     sources = [e.source for e in job.workflow.weight_edges if e.target == stage]
     same_place = any(job.plan[source] == job.plan[stage] for source in sources)
     if same_place and config.param_dtype == config.compute_dtype:

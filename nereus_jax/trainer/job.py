@@ -13,6 +13,7 @@ from nereus_jax.config import (
     RunConfig,
     check_plan_against_devices,
     check_plan_against_model,
+    find_data_files,
     resolve_plan,
 )
 from nereus_jax.core import workflow
@@ -32,7 +33,9 @@ from nereus_jax.core.roles import (
     ModelStage,
     Role,
 )
-from nereus_jax.data.prompts import JsonlProblems, Problems, PromptStream, TaskProblems
+from nereus_jax.data.files import open_problems
+from nereus_jax.data.prompts import Problems, PromptStream, TaskProblems
+from nereus_jax.data.records import RecordSchema
 from nereus_jax.data.tokenizers import CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
 from nereus_jax.models import huggingface
 from nereus_jax.models.sampling import SamplingConfig
@@ -54,6 +57,8 @@ from nereus_jax.runtime.world import World
 from nereus_jax.trainer.edges import edge_temp_bytes, make_transfer
 
 TASK_PREFIX = "task:"
+GREEDY = 0.0
+"""The temperature that takes the likeliest token."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,8 +87,7 @@ class Job:
     programs: ProgramCache
     generate: GenerateEngine
     scores: Mapping[ModelStage, ScoreEngine]
-    actor_train: TrainEngine
-    critic_train: TrainEngine
+    trains: Mapping[ModelStage, TrainEngine]
     edges: Mapping[ModelStage, Transfer]
     """Target of a weight edge -> the transfer that serves it."""
 
@@ -220,9 +224,11 @@ def _make_stream(config: RunConfig, tokenizer: Tokenizer, split: str) -> PromptS
             size=data.train_size if split == "train" else data.eval_size,
             seed=config.seed,
             options=dict(data.task_options),
+            distinct=data.distinct,
         )
     else:
-        problems = JsonlProblems(Path(source).expanduser(), data.prompt_field, data.answer_field)
+        schema = RecordSchema(prompt_field=data.prompt_field, answer_field=data.answer_field)
+        problems = open_problems(find_data_files(f"data.{split}", source), schema)
     stream = PromptStream(
         problems,
         tokenizer,
@@ -283,7 +289,8 @@ def make_plan(config: RunConfig, inputs: Inputs, world: World) -> Plan:
 
 def make_workflow(config: RunConfig) -> workflow.Workflow:
     """The workflow of the configured algorithm."""
-    return workflow.ppo(
+    return workflow.policy_gradient(
+        config.algorithm.name,
         reward_model=bool(config.reward.model_path),
         reference=config.algorithm.kl.place != "none",
         recompute_old_logprobs=old_logprobs_mode(config) != "rollout",
@@ -299,13 +306,14 @@ def make_job(config: RunConfig, inputs: Inputs, world: World) -> Job:
         for stage, placement in plan.placements.items()
     }
     builder = _EngineBuilder(config=config, inputs=inputs, sites=sites, programs=programs)
-    trained = {
-        ACTOR_TRAIN: builder.train(ACTOR_TRAIN, builder.policy_objective(), num_updates(config)),
-        CRITIC_TRAIN: builder.train(
-            CRITIC_TRAIN,
-            ValueObjective(value_clip=config.algorithm.value_clip),
-            num_updates(config),
-        ),
+    objectives = {
+        ACTOR_TRAIN: builder.policy_objective(),
+        CRITIC_TRAIN: ValueObjective(value_clip=config.algorithm.value_clip),
+    }
+    trains = {
+        stage: builder.train(stage, objective, num_updates(config))
+        for stage, objective in objectives.items()
+        if stage in sites
     }
     graph = make_workflow(config)
     return Job(
@@ -322,12 +330,11 @@ def make_job(config: RunConfig, inputs: Inputs, world: World) -> Job:
             for stage in (ACTOR_SCORE, REFERENCE_SCORE, CRITIC_SCORE, REWARD_SCORE)
             if stage in sites
         },
-        actor_train=trained[ACTOR_TRAIN],
-        critic_train=trained[CRITIC_TRAIN],
+        trains=trains,
         edges={
             edge.target: make_transfer(
                 world,
-                trained[edge.source].spec,
+                trains[edge.source].spec,
                 sites[edge.source],
                 _model_spec(config, inputs, edge.target),
                 sites[edge.target],
@@ -348,7 +355,7 @@ def make_warmup_engine(job: Job) -> TrainEngine:
 
 def num_updates(config: RunConfig) -> int:
     """Optimizer updates of a model over the whole run."""
-    minibatches = config.rollout.batch_size // config.algorithm.minibatch_size
+    minibatches = config.rollout.num_rows // config.algorithm.minibatch_size
     return config.num_steps * config.algorithm.epochs * minibatches
 
 

@@ -19,7 +19,7 @@ from nereus_jax.core.errors import (
     RewardError,
     StorageError,
 )
-from nereus_jax.core.roles import ModelStage
+from nereus_jax.core.roles import ACTOR_TRAIN, CRITIC_TRAIN, ModelStage
 from nereus_jax.rl.kl import KLControllerState, update_kl_controller
 from nereus_jax.runtime import host
 from nereus_jax.runtime.checkpoints import CheckpointStore, check_directory, finished_steps
@@ -30,7 +30,6 @@ from nereus_jax.trainer.evaluation import evaluate
 from nereus_jax.trainer.footprint import check_memory, stage_bytes
 from nereus_jax.trainer.job import Inputs, Job, make_job
 from nereus_jax.trainer.outputs import Outputs, check_unused, check_writable
-from nereus_jax.trainer.ppo import StepResult, TrainBatch, run_step
 from nereus_jax.trainer.rollouts import check_recording, rollout_file, take_prompts
 from nereus_jax.trainer.rows import non_finite_update, sample_rows, step_row
 from nereus_jax.trainer.state import (
@@ -41,6 +40,8 @@ from nereus_jax.trainer.state import (
     initial_critic,
     refresh_edges,
 )
+from nereus_jax.trainer.step import StepResult, run_step
+from nereus_jax.trainer.train_batch import TrainBatch
 from nereus_jax.trainer.warmup import run_warmup
 
 CHECKPOINTS = "checkpoints"
@@ -122,11 +123,13 @@ def _start(session: Session) -> JobState:
     params, position = initial_actor_params(job), 0
     if job.config.warmup.num_steps:
         params, position = run_warmup(job, params, session.outputs.message)
-    actor = job.actor_train.init(params)
+    actor = job.trains[ACTOR_TRAIN].init(params)
+    trained = {ACTOR_TRAIN: actor}
+    if CRITIC_TRAIN in job.trains:
+        trained[CRITIC_TRAIN] = initial_critic(job, actor.params)
     state = JobState(
         counters=Counters(data_position=position, kl_coef=job.config.algorithm.kl.coef),
-        actor=actor,
-        critic=initial_critic(job, actor.params),
+        trained=trained,
         frozen=frozen_models(job, actor.params),
     )
     if state.frozen:
@@ -141,10 +144,9 @@ def _resume(session: Session, step: int) -> JobState:
     job, store = session.job, session.store
     meta = store.read_meta(step)
     counters = _restored_counters(job.config, meta)
-    engines = {"actor": job.actor_train, "critic": job.critic_train}
     abstract = {
-        name: TrainState(engine.site.abstract(engine.spec), engine.abstract_opt_state())
-        for name, engine in engines.items()
+        stage.role.value: TrainState(engine.site.abstract(engine.spec), engine.abstract_opt_state())
+        for stage, engine in job.trains.items()
     }
     restored = store.restore(step, abstract)
     frozen_stages = [s for s in job.sites if _is_frozen(job, s)]
@@ -158,8 +160,7 @@ def _resume(session: Session, step: int) -> JobState:
     session.outputs.message(f"resumed from the checkpoint of step {step}")
     return JobState(
         counters=counters,
-        actor=restored["actor"],
-        critic=restored["critic"],
+        trained={stage: restored[stage.role.value] for stage in job.trains},
         frozen=frozen,
     )
 
@@ -204,7 +205,7 @@ def _save(session: Session, state: JobState) -> None:
             "plan": session.job.plan.to_json(),
             "data": _data_identity(session.job.config),
         }
-        session.store.save(step, state.trained(), meta)
+        session.store.save(step, state.checkpointed(), meta)
 
 
 def _run(session: Session, state: JobState, interrupted: threading.Event) -> None:
@@ -326,7 +327,7 @@ def _advance(job: Job, counters: Counters, result: StepResult, kl: float) -> Cou
         data_position=result.values["prompts"].taken.position,
         samples=counters.samples + rows,
         policy_version=counters.policy_version + len(batch.minibatches),
-        critic_version=counters.critic_version + len(batch.minibatches),
+        critic_version=counters.critic_version + len(result.values.get("critic_metrics", ())),
         kl_coef=controller.coef,
     )
 

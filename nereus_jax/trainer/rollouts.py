@@ -25,20 +25,28 @@ class PromptBatch:
     """The prompts of one step.
 
     Attributes:
-      taken: samples, and where the stream stands after them.
+      taken: prompts, and where the stream stands after them.
+      samples: the prompt of each row; a prompt's rows follow each other.
       tokens_BP: right padded.
       lengths_B: of the prompts.
       sample_indices_B: number of each row among all rows ever generated in training.
     """
 
     taken: Taken
+    samples: Sequence[PromptSample]
     tokens_BP: np.ndarray
     lengths_B: np.ndarray
     sample_indices_B: np.ndarray
 
-    @property
-    def samples(self) -> Sequence[PromptSample]:
-        return self.taken.samples
+    def every(self, count: int) -> "PromptBatch":
+        """One row of each group of `count`: the prompts without their repetitions."""
+        return dataclasses.replace(
+            self,
+            samples=self.samples[::count],
+            tokens_BP=self.tokens_BP[::count],
+            lengths_B=self.lengths_B[::count],
+            sample_indices_B=self.sample_indices_B[::count],
+        )
 
 
 def draw_seed(seed: int, purpose: str) -> int:
@@ -49,11 +57,16 @@ def draw_seed(seed: int, purpose: str) -> int:
 def take_prompts(job: Job, position: int, first_sample: int) -> PromptBatch:
     """The next batch of training prompts."""
     taken = job.inputs.train_prompts.take(position, job.config.rollout.batch_size)
-    width = job.config.data.max_prompt_length
-    tokens_BP, lengths_B = batch(taken.samples, width, job.inputs.tokenizer.pad_id)
-    indices = first_sample + np.arange(len(taken.samples), dtype=np.int64)
+    count, width = job.config.rollout.samples_per_prompt, job.config.data.max_prompt_length
+    samples = [sample for sample in taken.samples for _ in range(count)]
+    tokens_BP, lengths_B = batch(samples, width, job.inputs.tokenizer.pad_id)
+    indices = first_sample + np.arange(len(samples), dtype=np.int64)
     return PromptBatch(
-        taken=taken, tokens_BP=tokens_BP, lengths_B=lengths_B, sample_indices_B=indices
+        taken=taken,
+        samples=samples,
+        tokens_BP=tokens_BP,
+        lengths_B=lengths_B,
+        sample_indices_B=indices,
     )
 
 

@@ -13,8 +13,9 @@ from nereus_jax.core.roles import ACTOR_TRAIN, CRITIC_TRAIN
 from nereus_jax.core.timeline import Span
 from nereus_jax.rl.rollout import Rollout
 from nereus_jax.trainer.job import Job
-from nereus_jax.trainer.ppo import StepResult, TrainBatch
 from nereus_jax.trainer.rollouts import PromptBatch, decode_responses
+from nereus_jax.trainer.step import StepResult
+from nereus_jax.trainer.train_batch import TrainBatch
 
 
 def _mean(metrics: Sequence[Mapping[str, np.ndarray]], name: str) -> float:
@@ -43,7 +44,7 @@ def step_row(
     rollout: Rollout = result.values["rollout"]
     batch: TrainBatch = result.values["batch"]
     prompts: PromptBatch = result.values["prompts"]
-    actor, critic = result.values["actor_metrics"], result.values["critic_metrics"]
+    actor, critic = result.values["actor_metrics"], result.values.get("critic_metrics")
     lengths = rollout.response_lengths_B
     row: dict[str, Any] = {
         "step": step,
@@ -53,11 +54,9 @@ def step_row(
         **batch.metrics,
         "kl_coef": batch.kl_coef,
         "policy_loss": _mean(actor, "policy_loss"),
-        "value_loss": _mean(critic, "value_loss"),
         "clip_fraction": _mean(actor, "clip_fraction"),
         "approx_kl": _mean(actor, "approx_kl"),
         "actor_grad_norm": _mean(actor, "grad_norm"),
-        "critic_grad_norm": _mean(critic, "grad_norm"),
         "response_length_mean": float(lengths.mean()),
         "response_length_p95": float(np.percentile(lengths, 95)),
         "response_length_max": int(lengths.max()),
@@ -73,6 +72,9 @@ def step_row(
         "compile_s": job.compile_cost,
         "peak_memory_bytes": live_bytes + job.largest_temp_bytes,
     }
+    if critic is not None:
+        row["value_loss"] = _mean(critic, "value_loss")
+        row["critic_grad_norm"] = _mean(critic, "grad_norm")
     return row
 
 
@@ -80,7 +82,7 @@ def non_finite_update(result: StepResult) -> str | None:
     """Which update had a non-finite loss or gradient, in words; None if all were finite."""
     updates = {
         str(ACTOR_TRAIN): result.values["actor_metrics"],
-        str(CRITIC_TRAIN): result.values["critic_metrics"],
+        str(CRITIC_TRAIN): result.values.get("critic_metrics", []),
     }
     for name, metrics in updates.items():
         for index, values in enumerate(metrics):

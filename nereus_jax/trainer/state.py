@@ -16,7 +16,6 @@ from nereus_jax.core.roles import (
     REFERENCE_SCORE,
     REWARD_SCORE,
     ModelStage,
-    Role,
 )
 from nereus_jax.core.timeline import Span
 from nereus_jax.core.workflow import WeightEdge
@@ -58,18 +57,17 @@ class JobState:
     """All state of a run. The trainer replaces its members; nothing else keeps them."""
 
     counters: Counters
-    actor: TrainState
-    critic: TrainState
+    trained: dict[ModelStage, TrainState]
     frozen: Mapping[ModelStage, Params]
     edges: dict[ModelStage, tuple[int, Params]] = dataclasses.field(default_factory=dict)
 
-    def trained(self) -> dict[str, TrainState]:
-        """What a checkpoint holds beside the counters."""
-        return {"actor": self.actor, "critic": self.critic}
+    def checkpointed(self) -> dict[str, TrainState]:
+        """What a checkpoint holds beside the counters, by role."""
+        return {stage.role.value: state for stage, state in self.trained.items()}
 
     def live_bytes(self) -> int:
         """Most bytes of state on any local device; arrays that edges share are counted once."""
-        trees = [self.actor, self.critic, dict(self.frozen), [p for _, p in self.edges.values()]]
+        trees = [self.trained, dict(self.frozen), [p for _, p in self.edges.values()]]
         arrays = {id(x): x for x in jax.tree.leaves(trees)}
         totals = live_bytes_per_device({str(k): x for k, x in arrays.items()})
         return max(totals.values(), default=0)
@@ -79,21 +77,25 @@ def initial_actor_params(job: Job) -> Params:
     """The weights of the actor of the configured path, or random ones."""
     site, config = job.sites[ACTOR_TRAIN], job.config
     if config.model.path:
-        return load(job.actor_train.spec, site, TensorSource(config.model.path, Head.LM).read)
+        return load(
+            job.trains[ACTOR_TRAIN].spec, site, TensorSource(config.model.path, Head.LM).read
+        )
     return initialize(job.inputs.model, Head.LM, site, config.model.param_dtype, config.seed)
 
 
 def initial_critic(job: Job, actor: Mapping[str, jax.Array]) -> TrainState:
     """A critic that starts as the actor with a scalar head of zeros."""
     source, target = job.sites[ACTOR_TRAIN], job.sites[CRITIC_TRAIN]
-    spec = job.critic_train.spec
+    spec = job.trains[CRITIC_TRAIN].spec
     shared = dataclasses.replace(spec, leaves=tuple(x for x in spec if x.name != "scalar_head"))
-    copy = make_transfer(job.world, job.actor_train.spec, source, shared, target, share=False)
+    copy = make_transfer(
+        job.world, job.trains[ACTOR_TRAIN].spec, source, shared, target, share=False
+    )
     params = run_transfer(copy, actor)
     head = spec["scalar_head"]
     sharding = target.leaf_sharding(head, spec.rules)
     params["scalar_head"] = host.put(np.zeros(head.shape, np.dtype(head.dtype)), sharding)
-    return job.critic_train.init({leaf.name: params[leaf.name] for leaf in spec})
+    return job.trains[CRITIC_TRAIN].init({leaf.name: params[leaf.name] for leaf in spec})
 
 
 def frozen_models(job: Job, actor: Mapping[str, jax.Array]) -> dict[ModelStage, Params]:
@@ -102,7 +104,7 @@ def frozen_models(job: Job, actor: Mapping[str, jax.Array]) -> dict[ModelStage, 
     if REFERENCE_SCORE in job.sites:
         copy = make_transfer(
             job.world,
-            job.actor_train.spec,
+            job.trains[ACTOR_TRAIN].spec,
             job.sites[ACTOR_TRAIN],
             job.model_spec(REFERENCE_SCORE),
             job.sites[REFERENCE_SCORE],
@@ -140,15 +142,14 @@ def refresh_edges(job: Job, state: JobState) -> tuple[Span, ...]:
 
 def refresh_edge(job: Job, state: JobState, edge: WeightEdge) -> Params:
     """The current weights at the target of one edge; moved only if the source has changed."""
-    is_actor = edge.source.role is Role.ACTOR
     counters = state.counters
+    is_actor = edge.source == ACTOR_TRAIN
     version = counters.policy_version if is_actor else counters.critic_version
     held = state.edges.get(edge.target)
     if held is not None and held[0] == version:
         return held[1]
     state.edges.pop(edge.target, None)  # the old weights make room for the new ones
-    source = state.actor if is_actor else state.critic
-    params = run_transfer(job.edges[edge.target], source.params)
+    params = run_transfer(job.edges[edge.target], state.trained[edge.source].params)
     state.edges[edge.target] = (version, params)
     return params
 

@@ -154,8 +154,14 @@ def test_a_reference_and_numpy_numbers_are_values() -> None:
         ("tokenizer.characters", 3, ["tokenizer.characters: expected a string"]),
         ("model.param_dtype", "bf16", ["expected one of 'float32', 'bfloat16', got 'bf16'"]),
         ("model.compute_dtype", "bfloat_16", ["did you mean 'bfloat16'?"]),
-        ("algorithm.name", "a\nb", ["algorithm.name: expected one of 'ppo', got 'a\\nb'"]),
-        ("algorithm.name", 1, ["algorithm.name: expected one of 'ppo', got 1 (int)"]),
+        (
+            "algorithm.name",
+            "a\nb",
+            [
+                "algorithm.name: expected one of 'ppo', 'grpo', 'rloo', 'reinforce_pp', 'remax', got 'a\\nb'"
+            ],
+        ),
+        ("algorithm.name", 1, ["'reinforce_pp', 'remax', got 1 (int)"]),
         ("data.task_options", {"a": {"b": 1}}, ["data.task_options.a: expected a bool, int"]),
         ("data.task_options", 3, ["data.task_options: expected a section"]),
     ],

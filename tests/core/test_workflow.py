@@ -1,4 +1,4 @@
-"""The dataflow of PPO: what waits for what, for every variant, and what a workflow refuses."""
+"""The dataflow of the algorithms: what waits for what, for every variant, and what a workflow refuses."""
 
 import itertools
 
@@ -13,13 +13,29 @@ from nereus_jax.core.roles import (
     REFERENCE_SCORE,
     REWARD_SCORE,
 )
-from nereus_jax.core.workflow import HostCall, StageCall, WeightEdge, Workflow, ppo
+from nereus_jax.core.workflow import (
+    ALGORITHMS,
+    HostCall,
+    StageCall,
+    WeightEdge,
+    Workflow,
+    policy_gradient,
+)
 
 VARIANTS = list(itertools.product([False, True], repeat=3))
 
 
 def variant(reward_model: bool, reference: bool, recompute: bool) -> Workflow:
-    return ppo(reward_model=reward_model, reference=reference, recompute_old_logprobs=recompute)
+    return of("ppo", reward_model, reference, recompute)
+
+
+def of(algorithm: str, reward_model: bool, reference: bool, recompute: bool) -> Workflow:
+    return policy_gradient(
+        algorithm,
+        reward_model=reward_model,
+        reference=reference,
+        recompute_old_logprobs=recompute,
+    )
 
 
 @pytest.mark.parametrize(("reward_model", "reference", "recompute"), VARIANTS)
@@ -46,18 +62,39 @@ def test_optional_stages_and_weight_edges(reward_model, reference, recompute):
     assert ends <= set(workflow.model_stages)
 
 
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
 @pytest.mark.parametrize(("reward_model", "reference", "recompute"), VARIANTS)
-def test_every_value_has_one_writer_and_is_read_after_it(reward_model, reference, recompute):
-    workflow = variant(reward_model, reference, recompute)
+def test_every_value_has_one_writer_and_is_read_after_it(
+    algorithm, reward_model, reference, recompute
+):
+    workflow = of(algorithm, reward_model, reference, recompute)
     written = [name for call in workflow.calls for name in call.outputs]
     assert len(set(written)) == len(written)
     known = set(workflow.given)
     for wave in workflow.waves():
+        names = [call.name for call in wave]
+        assert len(set(names)) == len(names)
         for call in wave:
             assert known.issuperset(call.inputs)
         known.update(name for call in wave for name in call.outputs)
     read = {name for call in workflow.calls for name in call.inputs}
-    assert set(written) - read == {"actor_metrics", "critic_metrics"}
+    metrics = {"actor_metrics"} | ({"critic_metrics"} if ALGORITHMS[algorithm].critic else set())
+    assert set(written) - read == metrics
+
+
+@pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"ppo"}))
+def test_without_a_critic_none_is_placed_fed_or_trained(algorithm):
+    workflow = of(algorithm, False, True, False)
+    assert workflow.model_stages == (ACTOR_GENERATE, REFERENCE_SCORE, ACTOR_TRAIN)
+    assert workflow.weight_edges == (WeightEdge(source=ACTOR_TRAIN, target=ACTOR_GENERATE),)
+
+
+def test_the_greedy_baseline_is_generated_beside_the_rollout_and_rewarded_like_it():
+    waves = [{c.name for c in wave} for wave in of("remax", True, True, False).waves()]
+    assert waves[0] == {"actor-GENERATE", "actor-GENERATE greedy"}
+    assert waves[1] == {"reference-SCORE", "reward-SCORE", "reward-SCORE greedy"}
+    (batch,) = of("remax", False, False, False).waves()[2]
+    assert set(batch.inputs) == {"rollout", "rewards", "greedy_rewards"}
 
 
 def workflow_of(*calls: HostCall) -> Workflow:
@@ -65,7 +102,7 @@ def workflow_of(*calls: HostCall) -> Workflow:
 
 
 def call(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> HostCall:
-    return HostCall(name=name, inputs=inputs, outputs=outputs)
+    return HostCall(function=name, inputs=inputs, outputs=outputs)
 
 
 def test_calls_may_be_listed_in_any_order():

@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from nereus_jax.rl.advantages import gae, token_rewards, whiten
+from nereus_jax.rl.advantages import (
+    gae,
+    group_normalized,
+    leave_one_out,
+    token_rewards,
+    whiten,
+)
 
 B, T = 3, 5
 jit_gae = jax.jit(gae)
@@ -135,3 +141,29 @@ def test_shapes_are_strict():
         gae(x, x[:, :1], x, 1.0, 1.0)
     with pytest.raises(ValueError, match="one score for each of 3 rows"):
         token_rewards(jnp.zeros((B, 1)), x, x, x, 0.1, "k1")
+
+
+def test_group_baselines_by_hand():
+    scores = jnp.array([1.0, 2.0, 6.0, 4.0, 4.0, 4.0])  # means 3 and 4; std sqrt(7) and 0
+    root = float(np.sqrt(7.0)) + 1e-6
+    wanted = [-2 / root, -1 / root, 3 / root, 0, 0, 0]
+    np.testing.assert_allclose(group_normalized(scores, 3), wanted, rtol=1e-6)
+    assert group_normalized(scores, 3, divide=False).tolist() == [-2, -1, 3, 0, 0, 0]
+    assert leave_one_out(scores, 3).tolist() == [1 - 4, 2 - 3.5, 6 - 1.5, 0, 0, 0]
+
+
+@given(hnp.arrays(np.float32, (12,), elements=st.floats(-100, 100, width=32)))
+def test_leave_one_out_is_the_difference_from_the_mean_stretched(scores):
+    centered = group_normalized(scores, 4, divide=False)
+    np.testing.assert_allclose(leave_one_out(scores, 4), centered * 4 / 3, atol=1e-3)
+
+
+@given(st.floats(-1e4, 1e4, width=32))
+def test_equal_scores_in_a_group_have_no_advantage(score):
+    assert not np.any(group_normalized(np.full(6, score, np.float32), 3))
+
+
+@pytest.mark.parametrize("size", [1, 0, 4])
+def test_groups_must_divide_the_scores(size):
+    with pytest.raises(ValueError, match=f"got groups of {size}"):
+        leave_one_out(jnp.zeros(6), size)

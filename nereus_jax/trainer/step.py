@@ -1,0 +1,198 @@
+"""One step of an algorithm: its workflow's calls, as work for engines and for the host.
+
+Shapes: B rows, P prompt, T response, S = P + T.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from nereus_jax.core.roles import ACTOR_GENERATE, ModelStage, Stage
+from nereus_jax.core.timeline import Span
+from nereus_jax.core.workflow import HostCall, StageCall
+from nereus_jax.rl.losses import token_weights
+from nereus_jax.rl.rollout import Rollout
+from nereus_jax.runtime import host
+from nereus_jax.runtime.dispatch import Arrays, Finished, Work, run_wave
+from nereus_jax.trainer.job import GREEDY, Job
+from nereus_jax.trainer.rollouts import (
+    PromptBatch,
+    assemble,
+    decode_responses,
+    draw_seed,
+    function_rewards,
+    replay,
+)
+from nereus_jax.trainer.state import JobState, drop_edges, stage_params
+from nereus_jax.trainer.train_batch import TrainBatch, make_batch
+
+Values = dict[str, Any]
+"""The named values of a step: what the workflow's calls read and write."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step made.
+
+    Attributes:
+      values: the workflow's values by name.
+      spans: when each model-stage ran.
+    """
+
+    values: Values
+    spans: tuple[Span, ...]
+
+
+def run_step(job: Job, state: JobState, prompts: PromptBatch) -> StepResult:
+    """Runs the workflow once; what is trained in `state` is updated.
+
+    Calls of one wave run together where their devices are disjoint.
+    """
+    values: Values = {"prompts": prompts}
+    spans: list[Span] = []
+    for wave in job.workflow.waves():
+        stage_calls = [c for c in wave if isinstance(c, StageCall)]
+        host_calls = [c for c in wave if isinstance(c, HostCall)]
+        replayed = _replay_instead(job, state, values, stage_calls)
+        works = {
+            call: _work(job, state, values, call) for call in stage_calls if call not in replayed
+        }
+        for call in works:
+            if call.model_stage.stage is Stage.TRAIN:
+                drop_edges(job, state, call.model_stage)
+        made: Values = {}
+        meanwhile = functools.partial(_run_host_calls, job, state, host_calls, values, made)
+        finished = run_wave(tuple(works.values()), state.counters.step, meanwhile)
+        for call in works:
+            result = finished[call.name]
+            made[call.outputs[0]] = _collect(job, state, values, call, result)
+            spans.append(result.span)
+        values |= made
+    return StepResult(values=values, spans=tuple(spans))
+
+
+def _run_host_calls(
+    job: Job, state: JobState, calls: list[HostCall], values: Values, made: Values
+) -> None:
+    for call in calls:
+        made[call.outputs[0]] = HOST_CALLS[call.function](job, state, values, call)
+
+
+def _replay_instead(
+    job: Job, state: JobState, values: Values, calls: list[StageCall]
+) -> list[StageCall]:
+    """Calls that a recording takes the place of; their outputs are put into `values`."""
+    if job.config.rollout.source != "recorded":
+        return []
+    replayed = [c for c in calls if c.model_stage == ACTOR_GENERATE]
+    for call in replayed:
+        with host.together():
+            values[call.outputs[0]] = replay(job, values["prompts"], state.counters.step)
+    return replayed
+
+
+def _work(job: Job, state: JobState, values: Values, call: StageCall) -> Work:
+    """The launches of a model-stage in this step."""
+    stage = call.model_stage
+    devices = tuple(str(d) for d in job.plan[stage].devices)
+    if stage.stage is Stage.GENERATE:
+        launches = (lambda: _launch_generate(job, state, values, call),)
+    elif stage.stage is Stage.SCORE:
+        launches = (lambda: _launch_score(job, state, values, call),)
+    else:
+        launches = _train_launches(job, state, values["batch"], stage)
+    return Work(name=call.name, devices=devices, launches=launches)
+
+
+def _prompts(job: Job, values: Values, call: StageCall) -> PromptBatch:
+    """The rows that a GENERATE call answers: a greedy response is the same for all of a prompt."""
+    prompts: PromptBatch = values["prompts"]
+    return prompts.every(job.config.rollout.samples_per_prompt) if call.purpose else prompts
+
+
+def _launch_generate(job: Job, state: JobState, values: Values, call: StageCall) -> Arrays:
+    prompts = _prompts(job, values, call)
+    return job.generate.dispatch(
+        stage_params(job, state, ACTOR_GENERATE),
+        prompts.tokens_BP,
+        prompts.lengths_B,
+        prompts.sample_indices_B,
+        draw_seed(job.config.seed, "rollout"),
+        job.sampling(GREEDY if call.purpose else None),
+    )
+
+
+def _launch_score(job: Job, state: JobState, values: Values, call: StageCall) -> Arrays:
+    rollout: Rollout = values[call.inputs[0]]
+    return job.scores[call.model_stage].dispatch(
+        stage_params(job, state, call.model_stage),
+        rollout.tokens_BS,
+        rollout.prompt_lengths_B,
+        rollout.lengths_B,
+        rollout.response_width,
+    )
+
+
+def _train_launches(
+    job: Job, state: JobState, batch: TrainBatch, stage: ModelStage
+) -> tuple[Callable[[], Arrays], ...]:
+    engine = job.trains[stage]
+
+    def launch(rows: np.ndarray) -> Arrays:
+        arrays = {name: x[rows] for name, x in batch.arrays.items()}
+        arrays["weights"] = token_weights(
+            batch.rollout.mask_BT[rows], job.config.algorithm.aggregation
+        )
+        state.trained[stage], metrics = engine.dispatch(
+            state.trained[stage],
+            batch.rollout.tokens_BS[rows],
+            batch.rollout.prompt_lengths_B[rows],
+            batch.rollout.lengths_B[rows],
+            arrays,
+            {"kl_coef": batch.kl_coef},
+        )
+        return metrics
+
+    return tuple(functools.partial(launch, rows) for rows in batch.minibatches)
+
+
+def _collect(job: Job, state: JobState, values: Values, call: StageCall, finished: Finished) -> Any:
+    """Brings a model-stage's results to the host."""
+    stage = call.model_stage
+    if stage.stage is Stage.TRAIN:
+        return [host.fetch(arrays) for arrays in finished.arrays]
+    arrays = host.fetch(finished.arrays[0])
+    if stage.stage is Stage.GENERATE:
+        prompts = _prompts(job, values, call)
+        return assemble(
+            prompts.tokens_BP,
+            prompts.lengths_B,
+            prompts.sample_indices_B,
+            arrays,
+            job.inputs.tokenizer.pad_id,
+            state.counters.policy_version,
+        )
+    rows = values[call.inputs[0]].num_rows
+    cut = {name: x[:rows] for name, x in arrays.items()}
+    return next(iter(cut.values())) if len(cut) == 1 else cut
+
+
+def _rewards(job: Job, state: JobState, values: Values, call: HostCall) -> np.ndarray:
+    rollout: Rollout = values[call.inputs[-1]]
+    prompts: PromptBatch = values["prompts"]
+    if rollout.num_rows < len(prompts.samples):  # one response to each prompt
+        prompts = prompts.every(job.config.rollout.samples_per_prompt)
+    return function_rewards(job, prompts.samples, decode_responses(job, rollout))
+
+
+def _advantages(job: Job, state: JobState, values: Values, call: HostCall) -> TrainBatch:
+    return make_batch(job, state.counters, values)
+
+
+HOST_CALLS: Mapping[str, Callable[[Job, JobState, Values, HostCall], Any]] = {
+    "rewards": _rewards,
+    "advantages": _advantages,
+}
