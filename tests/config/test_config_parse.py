@@ -158,7 +158,8 @@ def test_a_reference_and_numpy_numbers_are_values() -> None:
             "algorithm.name",
             "a\nb",
             [
-                "algorithm.name: expected one of 'ppo', 'grpo', 'rloo', 'reinforce_pp', 'remax', got 'a\\nb'"
+                "algorithm.name: expected one of 'ppo', 'grpo', 'rloo', 'reinforce_pp', "
+                "'remax', got 'a\\nb'"
             ],
         ),
         ("algorithm.name", 1, ["'reinforce_pp', 'remax', got 1 (int)"]),

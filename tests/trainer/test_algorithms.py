@@ -42,7 +42,7 @@ def test_two_steps(algorithm: str, count: int, tmp_path: Path) -> None:
     assert all(np.isfinite(r["policy_loss"]) and "value_loss" not in r for r in rows)
     assert ("actor-GENERATE greedy" in rows[0]["stage_s"]) == (algorithm == "remax")
     samples = [json.loads(x) for x in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert [s["sample"] for s in samples if s["step"] == 1][0] == 16
+    assert next(s["sample"] for s in samples if s["step"] == 1) == 16
     first = [s["prompt"] for s in samples if s["step"] == 0][:count]
     assert len(set(first)) == 1  # the responses to a prompt follow each other
 
