@@ -4,31 +4,25 @@ All have the signature that `call_reward` calls: `(prompts, completions, answers
 lists of B, -> float32 [B]. Shapes: B samples.
 """
 
-import re
 from collections.abc import Callable
-from decimal import Decimal
 from typing import Any
 
 import numpy as np
 
+from nereus_jax.rl import numbers_in_text
 from nereus_jax.rl.reward_function import RewardFunction, call_reward, load_function, shorten
 
 __all__ = [
     "RewardFunction",
     "arithmetic_answer",
+    "arithmetic_expression",
     "call_reward",
     "digit_match",
     "exact_match",
-    "final_number",
+    "gsm8k",
+    "gsm8k_strict",
     "load_function",
 ]
-
-# A sign counts only where it cannot be a subtraction ("12-5" holds 12 and 5), commas only as
-# thousands separators.
-_NUMBER = re.compile(
-    r"(?P<sign>(?<![\w)\]])[-+])?\$?"
-    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-)
 
 
 def exact_match(
@@ -65,51 +59,68 @@ def arithmetic_answer(
     Raises:
         ValueError: an answer without a number.
     """
-    return _compare_numbers(_last_number, completions, answers)
+    return _compare(numbers_in_text.last_number, completions, answers)
 
 
-def final_number(
+def arithmetic_expression(
+    prompts: list[str], completions: list[str], answers: list[str], metadata: list[dict[str, Any]]
+) -> np.ndarray:
+    """1.0 where the expression that the completion ends with has the value of the answer; else 0.0.
+
+    `3/4`, `2 * (30 - 9) = 42` and `It is 1,000 + 1.` count as 3/4, 42 and 1001, exactly; numbers,
+    + - * / and parentheses are understood, and nothing runs as code. The answer may be a number, an
+    expression such as `( 290.0 / 2.0 )`, or a text that ends with one. A completion without an
+    expression counts as in `gsm8k`. Where the prompt is an expression itself, a model is rewarded
+    for repeating it: use `arithmetic_answer` there.
+
+    Raises:
+        ValueError: an answer without a value.
+    """
+    return _compare(numbers_in_text.final_value, completions, answers)
+
+
+def gsm8k(
     prompts: list[str], completions: list[str], answers: list[str], metadata: list[dict[str, Any]]
 ) -> np.ndarray:
     """1.0 where the final numbers of completion and answer are equal; else 0.0. For GSM8K and its
     like.
 
-    The final number is the first one after the last "####", and without that mark the last number
-    of the text.
-    Thousands separators, a dollar sign, leading signs and decimals are understood; 18.0 equals 18.
-    The answer may be a whole worked solution or just the number.
+    The final number follows the last "####"; without that mark it is the one number in the last
+    `\\boxed{}`, and without either the last number of the text. Thousands separators, a dollar
+    sign, leading signs and decimals are understood; 42.0 equals 42. The answer may be a whole
+    worked solution or just the number.
 
     Raises:
         ValueError: an answer without a number.
 
     Source: Cobbe et al., "Training Verifiers to Solve Math Word Problems" (2021), answer format.
     """
-    return _compare_numbers(_final_number, completions, answers)
+    return _compare(numbers_in_text.final_number, completions, answers)
 
 
-def _compare_numbers(
-    find: Callable[[str], Decimal | None], completions: list[str], answers: list[str]
+def gsm8k_strict(
+    prompts: list[str], completions: list[str], answers: list[str], metadata: list[dict[str, Any]]
 ) -> np.ndarray:
-    wanted = [find(answer) for answer in answers]
+    """As `gsm8k`, but a completion without "####" right before its number gets 0.0: it also teaches
+    the form.
+
+    Raises:
+        ValueError: an answer without a number.
+    """
+    final = numbers_in_text.final_number
+    return _compare(numbers_in_text.marked_number, completions, answers, of_answer=final)
+
+
+def _compare(
+    find: Callable[[str], Any],
+    completions: list[str],
+    answers: list[str],
+    of_answer: Callable[[str], Any] | None = None,
+) -> np.ndarray:
+    wanted = [(of_answer or find)(answer) for answer in answers]
     if None in wanted:
         index = wanted.index(None)
         raise ValueError(
             f"the answer of sample {index} has no number: {shorten(repr(answers[index]))}"
         )
     return np.array([find(c) == w for c, w in zip(completions, wanted, strict=True)], np.float32)
-
-
-def _final_number(text: str) -> Decimal | None:
-    _, mark, tail = text.rpartition("####")
-    if not mark:
-        return _last_number(text)
-    return next(iter(_numbers(tail)), None)
-
-
-def _last_number(text: str) -> Decimal | None:
-    return next(reversed(_numbers(text)), None)
-
-
-def _numbers(text: str) -> list[Decimal]:
-    matches = _NUMBER.finditer(text.replace("\N{MINUS SIGN}", "-"))
-    return [Decimal((m["sign"] or "") + m["digits"].replace(",", "")) for m in matches]

@@ -273,29 +273,77 @@ def test_arithmetic_answer_reads_what_python_prints(a: int, b: int):
     assert call(rewards.arithmetic_answer, [f"{a} + {b} = {a + b}"], [str(a + b)])[0] == 1
 
 
+# (completion, answer, gsm8k, gsm8k_strict)
+GSM8K = [
+    ("She has 3 + 4 = 7.\n#### 7", "She buys 4.\n#### 7", 1, 1),
+    ("#### 7\nand 9 more words", "7", 1, 1),
+    ("#### 6\n#### 7", "7", 1, 1),
+    ("#### 7\n#### 6", "7", 0, 0),
+    ("####\n", "7", 0, 0),
+    ("####7", "7", 1, 1),
+    ("the answer is 7", "long solution with 3\n#### 7", 1, 0),
+    ("#### Step 1: 3 + 4 = 7", "7", 1, 0),
+    ("#### The answer is 7", "7", 1, 0),
+    ("\\boxed{7}, found in 2 steps", "7", 1, 0),
+    ("$\\boxed{\\$1{,}234}$", "1234", 1, 0),
+    ("\\boxed{\\frac{1}{2}}", "2", 0, 0),
+    ("\\boxed{x} = 7", "7", 0, 0),
+    ("\\boxed{8} #### 7", "7", 1, 1),
+    ("#### $1,234.50", "1234.5", 1, 1),
+    ("#### -$3", "-3", 1, 1),
+    ("#### $-3", "-3", 1, 1),
+    ("#### +18.00", "18", 1, 1),
+    ("#### 42.", "42.0", 1, 1),
+    ("#### 18%", "18", 1, 1),
+    ("#### .5", "0.5", 1, 1),
+    ("#### 1,2345", "12345", 0, 0),
+    ("70000", "#### 70,000", 1, 0),
+    ("#### 42", "-42", 0, 0),
+    ("no idea", "#### 7", 0, 0),
+    ("", "0", 0, 0),
+    ("#### 1e999", "1", 0, 0),
+    ("#### \N{ARABIC-INDIC DIGIT SEVEN}", "7", 0, 0),
+]
+
+
+@pytest.mark.parametrize(("completion", "answer", "flexible", "strict"), GSM8K)
+def test_gsm8k(completion: str, answer: str, flexible: int, strict: int):
+    assert call(rewards.gsm8k, [completion], [answer]).tolist() == [flexible]
+    assert call(rewards.gsm8k_strict, [completion], [answer]).tolist() == [strict]
+
+
 @pytest.mark.parametrize(
     ("completion", "answer", "reward"),
     [
-        ("She has 3 + 4 = 7.\n#### 7", "#### 7", 1),
-        ("#### 7\nand 9 more words", "7", 1),
-        ("#### 6\n#### 7", "7", 1),
-        ("####\n", "7", 0),
-        ("the answer is 7", "long solution with 3\n#### 7", 1),
-        ("#### $1,234.50", "1234.5", 1),
-        ("#### -$3", "-3", 1),
-        ("#### +18.00", "18", 1),
-        ("#### 18%", "18", 1),
-        ("#### .5", "0.5", 1),
-        ("#### 1,2345", "12345", 0),
-        ("70000", "#### 70,000", 1),
-        ("no idea", "#### 7", 0),
+        ("2 * (30 - 9)", "42", 1),
+        ("It is 2 * 21.", "42", 1),
+        ("2 * 21 = 42", "42", 1),
+        ("2 * 21 = 43", "42", 0),
+        ("x = 3\ny = 3/4", "0.75", 1),
+        ("#### 3/4", "0.75", 1),
+        ("\\boxed{1/3}", "2/6", 1),
+        ("0.1 + 0.2", "0.3", 1),
+        ("145", "( 290.0 / 2.0 )", 1),
+        ("42 apples", "42", 1),
+        ("1/0", "0", 1),  # no value: its last number counts
+        ("1/0", "1", 0),
+        ("no idea", "1", 0),
+        ("9" * 5000, "9" * 5000, 1),
     ],
 )
-def test_final_number(completion: str, answer: str, reward: int):
-    assert call(rewards.final_number, [completion], [answer]).tolist() == [reward]
+def test_arithmetic_expression(completion: str, answer: str, reward: int):
+    assert call(rewards.arithmetic_expression, [completion], [answer]).tolist() == [reward]
 
 
-@pytest.mark.parametrize("function", [rewards.arithmetic_answer, rewards.final_number])
+@pytest.mark.parametrize(
+    "function",
+    [
+        rewards.arithmetic_answer,
+        rewards.arithmetic_expression,
+        rewards.gsm8k,
+        rewards.gsm8k_strict,
+    ],
+)
 def test_an_answer_without_a_number_is_an_error_not_a_0(function):
     message = message_of(RewardError, lambda: call(function, ["1", "2"], ["1", "two"]))
     assert "the answer of sample 1 has no number: 'two'" in message
