@@ -1,6 +1,7 @@
 """The run configuration: a ConfigDict becomes typed, checked, frozen dataclasses; no jax."""
 
 from nereus_jax.config.checks import MODEL_STAGES, resolve_plan
+from nereus_jax.config.data_files import find_data_files
 from nereus_jax.config.load import load_config_file
 from nereus_jax.config.parse import config_to_json, default_config, fingerprint, parse_config
 from nereus_jax.config.plan_entry import (
@@ -49,6 +50,7 @@ __all__ = [
     "check_plan_against_model",
     "config_to_json",
     "default_config",
+    "find_data_files",
     "fingerprint",
     "load_config_file",
     "parse_config",

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from nereus_jax.config.data_files import find_data_files
 from nereus_jax.config.plan_entry import PlanEntry, check_plan_against_model, divisors
 from nereus_jax.config.schema import RunConfig
 from nereus_jax.core.errors import ConfigError
@@ -111,13 +112,26 @@ def _check_path(key: str, text: str, exists: Callable[[Path], bool], what: str) 
 
 def _check_data(config: RunConfig) -> None:
     for key, value in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        form = "'path/to/file.jsonl' or 'task:NAME'"
+        form = "'path/to/file.jsonl' (or .parquet) or 'task:NAME'"
         _require(bool(value), f"{key} is empty; set config.{key} to {form}")
         if value.startswith("task:"):
             name = value.removeprefix("task:")
             _require(bool(name.strip()), f"{key}={value!r} names no task; write {form}")
         else:
-            _check_path(key, value, Path.is_file, "JSONL file (or 'task:NAME')")
+            find_data_files(key, value)
+    for part in config.data.prompt_field.split("+"):
+        _require(
+            bool(part.strip()),
+            f"data.prompt_field={config.data.prompt_field!r} names no field; write 'prompt', or "
+            "'first+second' to join two",
+        )
+    _require(
+        bool(config.data.answer_field)
+        or not config.warmup.num_steps
+        or config.data.train.startswith("task:"),
+        "warmup.num_steps > 0 trains on the answers, but data.answer_field is ''; name the field "
+        "with the answers, or set config.warmup.num_steps = 0",
+    )
     tokenizer = config.tokenizer
     if tokenizer.kind == "huggingface":
         _require(

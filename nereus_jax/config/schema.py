@@ -81,23 +81,28 @@ class DataConfig:
     """Prompts for training and evaluation."""
 
     train: str
-    """'path/to/file.jsonl' or 'task:NAME' for a procedural task."""
+    """'task:NAME' for a procedural task, or data: a .jsonl, .jsonl.gz or .parquet file, a directory
+    or a glob of them, or several of these with commas."""
     eval: str
     """The same for evaluation."""
     train_size: ProblemCount = 0
     """Problems of a training task; an epoch's order takes 8 bytes of host memory for each."""
     eval_size: ProblemCount = 0
     """Problems of an evaluation task."""
+    distinct: bool = False
+    """Whether a task's problems are all different; repeated ones are passed over, at the start."""
     prompt_field: str = "prompt"
-    """Field of a JSONL record with the prompt."""
+    """Field of a record with the prompt: text, or a list of messages (role, content) for the chat
+    template. Dots lead into nested fields, + joins several: 'Body+Question'."""
     answer_field: str = "answer"
-    """Field of a JSONL record with the answer."""
+    """Field of a record with the answer, such as 'reward_model.ground_truth'; empty: there are no
+    answers."""
     chat_template: bool = False
     """Whether the tokenizer's chat template wraps a prompt."""
     system_prompt: str = ""
-    """System message of the chat template."""
+    """System message of the chat template, for a prompt that has none of its own."""
     prompt_suffix: str = ""
-    """Text appended to every prompt."""
+    """Text appended to every prompt, or to its last message."""
     max_prompt_length: PositiveInt
     """Longest prompt, in tokens: the P of every batch."""
     overlong: Literal["drop", "cut"] = "drop"

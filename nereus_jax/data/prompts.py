@@ -1,4 +1,4 @@
-"""Problems from JSONL files and from tasks, and the stream of prompts that training consumes.
+"""The stream of prompts that training consumes, made from problems of a task or of files.
 
 Dims: B batch, P prompt.
 
@@ -9,9 +9,6 @@ have seen.
 
 import array
 import dataclasses
-import difflib
-import json
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -23,8 +20,6 @@ from nereus_jax.data.tokenizers import Tokenizer
 
 OVERLONG = ("drop", "cut")
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
 
 class Problems(Protocol):
     """A finite sequence of problems."""
@@ -32,91 +27,6 @@ class Problems(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Problem: ...
-
-
-class JsonlProblems:
-    """The problems of a file with one JSON object a line; blank lines are skipped.
-
-    Every line is checked at construction; only byte offsets are kept, and a problem is read when
-    asked for. The metadata of a problem is its whole object.
-
-    Args:
-      path: the file, UTF-8.
-      prompt_field: field of the prompt; several are joined by a space: `Body+Question`.
-      answer_field: field of the answer. A number becomes its shortest text (145.0 -> `145`), a list
-        or an object its JSON; text stays as it is.
-
-    Raises:
-      DataError: the file is missing or empty, a line is malformed, or a field is missing.
-    """
-
-    def __init__(
-        self, path: str | pathlib.Path, prompt_field: str = "prompt", answer_field: str = "answer"
-    ) -> None:
-        self._path = pathlib.Path(path)
-        self._prompt_fields = tuple(f.strip() for f in prompt_field.split("+"))
-        self._answer_field = answer_field
-        if not self._path.is_file():
-            raise DataError(
-                f"{self._path} does not exist; give the path of a .jsonl file or 'task:NAME'"
-            )
-        self._offsets = array.array("q")
-        self._line_numbers = array.array("q")
-        self._index_lines()
-        if not self._offsets:
-            raise DataError(f"{self._path} is empty; it needs one JSON object a line")
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def __getitem__(self, index: int, /) -> Problem:
-        with self._path.open("rb") as file:
-            file.seek(self._offsets[index])
-            return self._parse(file.readline(), self._line_numbers[index])
-
-    def _index_lines(self) -> None:
-        offset = 0
-        with self._path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                start, offset = offset, offset + len(line)
-                if number == 1 and line.startswith(_BYTE_ORDER_MARK):
-                    start, line = start + len(_BYTE_ORDER_MARK), line[len(_BYTE_ORDER_MARK) :]
-                if line.strip():
-                    self._parse(line, number)
-                    self._offsets.append(start)
-                    self._line_numbers.append(number)
-
-    def _parse(self, line: bytes, number: int) -> Problem:
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise self._error(number, f"not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise self._error(number, f"must be a JSON object, got {type(row).__name__}")
-        parts = [self._field(row, f, "prompt_field", number) for f in self._prompt_fields]
-        for field, part in zip(self._prompt_fields, parts, strict=True):
-            if not isinstance(part, str):
-                raise self._error(number, f"field {field!r} must be text, got {_clip(part)}")
-        answer = self._field(row, self._answer_field, "answer_field", number)
-        return Problem(prompt=" ".join(parts), answer=_answer_text(answer), metadata=row)
-
-    def _field(self, row: Mapping[str, Any], field: str, setting: str, number: int) -> Any:
-        value = row.get(field)
-        if value is not None:
-            return value
-        if field in row:
-            raise self._error(number, f"field {field!r} is null")
-        close = difflib.get_close_matches(field, list(row), n=1, cutoff=0.5)
-        by_case = [f for f in row if f.lower() == field.lower()]
-        nearest = (by_case or close or [None])[0]
-        hint = f" (did you mean {nearest!r}?)" if nearest else ""
-        fields = ", ".join(row) or "none"
-        raise self._error(
-            number, f"no field {field!r}{hint}; its fields: {fields}; set data.{setting}"
-        )
-
-    def _error(self, number: int, what: str) -> DataError:
-        return DataError(f"{self._path}: line {number}: {what}")
 
 
 class TaskProblems:
@@ -128,9 +38,11 @@ class TaskProblems:
       size: how many problems there are, at least 1; a task with few problems repeats them.
       seed: of the problems.
       options: of the task.
+      distinct: no two prompts are equal: repeated ones are passed over, once, at construction.
 
     Raises:
-      ConfigError: the task, an option, the split or the size is not usable.
+      ConfigError: the task, an option, the split or the size is not usable, or there are fewer
+        distinct problems than `size`.
     """
 
     def __init__(
@@ -141,14 +53,16 @@ class TaskProblems:
         size: int,
         seed: int = 0,
         options: Mapping[str, Any] | None = None,
+        distinct: bool = False,
     ) -> None:
         self._options = dict(options or {})
         self._make = check_task(name, self._options)
+        setting = f"data.{split}_size" if split in SPLITS else "the size"
         if size < 1:
-            setting = f"data.{split}_size" if split in SPLITS else "the size"
             raise ConfigError(f"{setting} must be at least 1 for task:{name}, got {size}")
         self._split, self._size, self._seed = split, size, seed
-        self._make(0, seed, split=split, **self._options)  # bad options are reported now
+        self._draw(0)  # bad options are reported now
+        self._draws = self._distinct_draws(f"task:{name}", setting) if distinct else range(size)
 
     def __len__(self) -> int:
         return self._size
@@ -156,7 +70,30 @@ class TaskProblems:
     def __getitem__(self, index: int, /) -> Problem:
         if not 0 <= index < self._size:
             raise IndexError(index)
-        return self._make(index, self._seed, split=self._split, **self._options)
+        return self._draw(self._draws[index])
+
+    def _draw(self, number: int) -> Problem:
+        return self._make(number, self._seed, split=self._split, **self._options)
+
+    def _distinct_draws(self, task: str, setting: str) -> Sequence[int]:
+        """The numbers of the first `size` draws that repeat no prompt.
+
+        So many draws in a row without a new prompt, that next to none can be left, end the search.
+        """
+        draws, seen, number = array.array("q"), set[str](), 0
+        while len(draws) < self._size:
+            prompt = self._draw(number).prompt
+            if prompt not in seen:
+                seen.add(prompt)
+                draws.append(number)
+            elif number - draws[-1] > 1000 + 3 * len(draws):
+                raise ConfigError(
+                    f"{task} has about {len(draws)} distinct {self._split} problems, fewer than "
+                    f"{setting} = {self._size}; lower it, widen data.task_options, or set "
+                    "data.distinct = False"
+                )
+            number += 1
+        return draws
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,7 +102,8 @@ class PromptSample:
 
     Attributes:
       index: position of the sample in the stream.
-      prompt: the problem's own text, without chat template, system prompt and suffix.
+      prompt: the problem's own text, without chat template, system prompt and suffix; of a chat,
+        the last message.
       text: all that the model reads, before cutting.
       tokens: ids of `text`, at most the limit.
       answer: the right answer.
@@ -207,8 +145,9 @@ class PromptStream:
       max_prompt_length: most tokens of a prompt, at least 1.
       overlong: what to do with a longer prompt: "drop" passes it over, "cut" keeps the last tokens.
       chat_template: render the prompt as a chat.
-      system_prompt: first message of the chat, or text before the prompt; empty for none.
-      prompt_suffix: text appended to the prompt (inside the user's message).
+      system_prompt: first message of the chat, or text before the prompt; empty for none. A chat
+        that begins with a system message of its own keeps that one.
+      prompt_suffix: text appended to the prompt (inside the last message).
 
     Raises:
       ConfigError: an argument is out of range.
@@ -294,8 +233,8 @@ class PromptStream:
         epoch, offset = divmod(position, len(self))
         index = int(self._permutation(epoch)[offset])
         problem = self._problems[index]
-        text = self._text(problem.prompt)
         try:
+            text = self._text(problem)
             tokens = self._tokenizer.encode(text, add_special_tokens=not self._chat_template)
         except DataError as error:
             raise DataError(f"problem {index}: {error}") from error
@@ -317,12 +256,17 @@ class PromptStream:
             self._order = order = (epoch, rng.permutation(len(self)))
         return order[1]
 
-    def _text(self, prompt: str) -> str:
-        prompt += self._prompt_suffix
+    def _text(self, problem: Problem) -> str:
         if not self._chat_template:
-            return self._system_prompt + prompt
-        system = [{"role": "system", "content": self._system_prompt}] if self._system_prompt else []
-        return self._tokenizer.render_chat([*system, {"role": "user", "content": prompt}])
+            if problem.messages:
+                raise DataError("its prompt is a list of messages; set data.chat_template = True")
+            return self._system_prompt + problem.prompt + self._prompt_suffix
+        messages = [dict(m) for m in problem.messages]
+        messages = messages or [{"role": "user", "content": problem.prompt}]
+        messages[-1]["content"] += self._prompt_suffix
+        if self._system_prompt and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self._system_prompt})
+        return self._tokenizer.render_chat(messages)
 
 
 def batch(
@@ -349,16 +293,3 @@ def batch(
     for row, sample in zip(tokens_BP, samples, strict=True):
         row[: len(sample.tokens)] = sample.tokens
     return tokens_BP, lengths_B
-
-
-def _answer_text(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _clip(value: object, limit: int = 60) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,11 +32,13 @@ class Problem:
       prompt: what is asked.
       answer: what a right response says.
       metadata: whatever else is known of the problem; rewards may read it.
+      messages: the whole chat, of which `prompt` is the last message; empty: `prompt` is all.
     """
 
     prompt: str
     answer: str
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    messages: tuple[Mapping[str, str], ...] = ()
 
 
 def reverse_digits(
@@ -109,11 +111,73 @@ def addition(
     return Problem(prompt=prompt, answer=answer, metadata={"operands": [a, b]})
 
 
+def two_steps(
+    index: int,
+    seed: int,
+    *,
+    split: str = "train",
+    digits: int = 2,
+    min_digits: int = 0,
+    style: str = "plain",
+) -> Problem:
+    """Three numbers to add or to subtract in two steps: `47+12-30=` -> `29`.
+
+    Arguments and errors are those of `addition`; the sentence is a word problem: `Mia has 47
+    apples. She finds 12 more. Then she gives 30 to a friend. How many apples does she have now?`
+    No number is 0, no step goes below 0. The split depends on the numbers alone: those of a
+    held-out problem, in any order, are in no training problem, whatever its story.
+    """
+    _check_options(digits, min_digits, style)
+    numbers = _draw("two_steps", index, seed, split, digits, min_digits, _three_numbers)
+    total, *amounts = (int(n) for n in numbers)
+    # Signs and words have a stream of their own: they do not change which numbers are drawn.
+    entropy = np.random.SeedSequence((seed, SPLITS.index(split), index, 1))
+    rng = np.random.Generator(np.random.Philox(entropy))
+    picks = rng.integers(0, 2**32, size=6).tolist()
+    equation, signs = numbers[0], ""
+    for amount, pick in zip(amounts, picks[:2], strict=True):
+        sign = "-" if amount <= total and pick % 2 else "+"
+        total += amount if sign == "+" else -amount
+        equation, signs = f"{equation}{sign}{amount}", signs + sign
+    sentence = _story(numbers, signs, picks[2:])
+    prompt = f"{equation}=" if style == "plain" else sentence
+    metadata = {"operands": list(numbers), "equation": equation}
+    return Problem(prompt=prompt, answer=str(total), metadata=metadata)
+
+
 TASKS: Mapping[str, Callable[..., Problem]] = {
     "addition": addition,
     "reverse_digits": reverse_digits,
     "sort_digits": sort_digits,
+    "two_steps": two_steps,
 }
+
+_PEOPLE = (
+    *(("She", name) for name in ("Mia", "Anna", "Zoe", "Lily", "Emma", "Ruth", "Nora", "Ines")),
+    *(("He", name) for name in ("Tom", "Ben", "Leo", "Max", "Sam", "Paul", "Omar", "Hugo")),
+)
+_THINGS = (
+    *("apples", "pens", "marbles", "stickers", "coins", "books", "shells", "cards", "buttons"),
+    *("stamps", "cookies", "balloons"),
+)
+_GAINS = ("buys {} more", "finds {} more", "gets {} more from a friend", "wins {} more")
+_LOSSES = ("gives {} to a friend", "loses {}", "sells {}", "puts {} in a box for the school")
+
+
+def _story(numbers: Sequence[str], signs: str, picks: Sequence[int]) -> str:
+    """Two steps in words; `picks` choose who, what, and how it comes and goes."""
+    who, what, *ways = picks
+    pronoun, name = _PEOPLE[who % len(_PEOPLE)]
+    thing = _THINGS[what % len(_THINGS)]
+    first, second = (
+        (_GAINS if sign == "+" else _LOSSES)[way % len(_GAINS)].format(number)
+        for sign, way, number in zip(signs, ways, numbers[1:], strict=True)
+    )
+    owned = thing.removesuffix("s") if numbers[0] == "1" else thing
+    return (
+        f"{name} has {numbers[0]} {owned}. {pronoun} {first}. Then {pronoun.lower()} {second}. "
+        f"How many {thing} does {pronoun.lower()} have now?"
+    )
 
 
 def check_task(name: str, options: Mapping[str, Any]) -> Callable[..., Problem]:
@@ -165,9 +229,13 @@ def _two_numbers(rng: np.random.Generator, digits: int, min_digits: int) -> tupl
     return _number(rng, digits, min_digits), _number(rng, digits, min_digits)
 
 
-def _number(rng: np.random.Generator, digits: int, min_digits: int) -> str:
+def _three_numbers(rng: np.random.Generator, digits: int, min_digits: int) -> tuple[str, ...]:
+    return tuple(_number(rng, digits, min_digits, least=1) for _ in range(3))
+
+
+def _number(rng: np.random.Generator, digits: int, min_digits: int, least: int = 0) -> str:
     length = int(rng.integers(min_digits, digits, endpoint=True))
-    return str(rng.integers(0 if length == 1 else 10 ** (length - 1), 10**length))
+    return str(rng.integers(least if length == 1 else 10 ** (length - 1), 10**length))
 
 
 def _draw(

@@ -183,7 +183,12 @@ CROSS_CHECKS: list[tuple[dict[str, Any], list[str]]] = [
     ({"model__max_positions": 15}, ["8 + ", "= 16 tokens", "model.max_positions=15"]),
     ({"data__train": ""}, ["data.train is empty", "task:NAME"]),
     ({"data__eval": "task: "}, ["data.eval='task: ' names no task"]),
-    ({"data__eval": "no.jsonl"}, ["data.eval: expected a JSONL file", "'no.jsonl'"]),
+    ({"data__eval": "no.jsonl"}, ["data.eval: expected a .jsonl", ".parquet", "'no.jsonl'"]),
+    ({"data__prompt_field": "a+ "}, ["data.prompt_field='a+ ' names no field"]),
+    (
+        {"data__train": __file__, "data__answer_field": "", "warmup__num_steps": 1},
+        ["warmup.num_steps > 0 trains on the answers", "data.answer_field is ''"],
+    ),
     ({"tokenizer__kind": "huggingface"}, ["tokenizer.kind='huggingface' needs a directory"]),
     (
         {"tokenizer__kind": "huggingface", "tokenizer__path": "nowhere"},

@@ -1,21 +1,14 @@
 """Problems of files and tasks, and the stream: resumable, complete, exact about long prompts."""
 
-import json
-
 import numpy as np
 import pytest
 
 from nereus_jax.core.errors import ConfigError, DataError
-from nereus_jax.data.prompts import JsonlProblems, PromptStream, TaskProblems, batch
+from nereus_jax.data.prompts import PromptStream, TaskProblems, batch
 from nereus_jax.data.tasks import Problem
 from nereus_jax.data.tokenizers import CharacterTokenizer
 
 TOKENIZER = CharacterTokenizer("abcdefghijklmnopqrstuvwxyz0123456789+=<>: ")
-
-
-def write(path, *lines):
-    path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
-    return path
 
 
 def problems_of_lengths(*lengths):
@@ -25,73 +18,6 @@ def problems_of_lengths(*lengths):
 def stream(problems, **options):
     options = {"seed": 0, "max_prompt_length": 8, **options}
     return PromptStream(problems, TOKENIZER, **options)
-
-
-def test_jsonl_keeps_order_skips_blank_lines_and_reads_fields(tmp_path):
-    rows = [{"prompt": f"p{i} é", "answer": f"#### {i}", "extra": i} for i in range(3)]
-    path = write(tmp_path / "x.jsonl", rows[0], "", rows[1], "   ", rows[2], "")
-    problems = JsonlProblems(path)
-    assert len(problems) == 3
-    for i in range(3):
-        problem = Problem(prompt=f"p{i} é", answer=f"#### {i}", metadata=rows[i])
-        assert problems[i] == problem
-    with pytest.raises(IndexError):
-        problems[3]
-
-
-def test_jsonl_with_byte_order_mark_and_windows_line_ends(tmp_path):
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(
-        b'\xef\xbb\xbf{"prompt": "a", "answer": "b"}\r\n{"prompt": "c", "answer": "d"}\r\n'
-    )
-    problems = JsonlProblems(path)
-    assert [problems[i].prompt for i in range(len(problems))] == ["a", "c"]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(145.0, "145"), (0.5, "0.5"), (7, "7"), ("145.0", "145.0"), (True, "true"), (["é"], '["é"]')],
-)
-def test_answers_become_text(tmp_path, value, text):
-    row = {"Body": "Two pens.", "Question": "How many?", "Answer": value}
-    problems = JsonlProblems(write(tmp_path / "x.jsonl", row), "Body+Question", "Answer")
-    assert problems[0].prompt == "Two pens. How many?"
-    assert problems[0].answer == text
-
-
-GOOD = {"prompt": "p", "answer": "a"}
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ((GOOD, '{"prompt": '), r"x\.jsonl: line 2: not JSON"),
-        ((GOOD, "", "[1]"), r"line 3: must be a JSON object, got list"),
-        (
-            ({"question": "p", "answer": "a"},),
-            r"line 1: no field 'prompt'; its fields: question, ans",
-        ),
-        (({"Prompt": "p", "answer": "a"},), r"no field 'prompt' \(did you mean 'Prompt'\?\)"),
-        (({"prompt": "p", "answers": "a"},), r"did you mean 'answers'.*set data\.answer_field"),
-        (({"prompt": None, "answer": "a"},), r"field 'prompt' is null"),
-        (({"prompt": [1], "answer": "a"},), r"field 'prompt' must be text, got \[1\]"),
-        ((), r"is empty; it needs one JSON object a line"),
-        (("", " "), r"is empty"),
-    ],
-)
-def test_jsonl_errors_name_the_line(tmp_path, lines, message):
-    with pytest.raises(DataError, match=message) as caught:
-        JsonlProblems(write(tmp_path / "x.jsonl", *lines))
-    assert "\n" not in str(caught.value)
-
-
-def test_jsonl_missing_and_not_utf8(tmp_path):
-    with pytest.raises(DataError, match=r"none\.jsonl does not exist.*task:NAME"):
-        JsonlProblems(tmp_path / "none.jsonl")
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(b'{"prompt": "\xff", "answer": "a"}')
-    with pytest.raises(DataError, match="line 1: not JSON"):
-        JsonlProblems(path)
 
 
 def test_task_problems():
@@ -107,6 +33,29 @@ def test_task_problems():
         TaskProblems("additions", split="train", size=1)
     with pytest.raises(ConfigError, match="digits must be an int"):
         TaskProblems("addition", split="train", size=1, options={"digits": 0})
+
+
+@pytest.mark.parametrize("name", ["addition", "two_steps"])
+def test_distinct_problems(name):
+    options = {"digits": 2, "min_digits": 1, "style": "sentence"}
+    train, held_out = (
+        TaskProblems(name, split=split, size=size, options=options, distinct=True)
+        for split, size in (("train", 5001), ("eval", 200))
+    )
+    prompts = [{problems[i].prompt for i in range(len(problems))} for problems in (train, held_out)]
+    assert [len(p) for p in prompts] == [5001, 200]
+    assert not prompts[0] & prompts[1]
+    again = TaskProblems(name, split="eval", size=20, options=options, distinct=True)
+    assert [again[i] for i in range(20)] == [held_out[i] for i in range(20)]
+    with pytest.raises(IndexError):
+        held_out[200]
+
+
+def test_fewer_distinct_problems_than_wanted():
+    message = r"task:addition has about 8 distinct eval problems, fewer than data\.eval_size = 9"
+    with pytest.raises(ConfigError, match=message):
+        TaskProblems("addition", split="eval", size=9, options={"digits": 1}, distinct=True)
+    TaskProblems("addition", split="eval", size=8, options={"digits": 1}, distinct=True)
 
 
 def test_every_epoch_holds_every_problem_once_in_its_own_order():
@@ -198,6 +147,31 @@ def test_chat():
     assert system.samples[0].text == "<system:be brief><user:sky why>"
     not_chat = PromptStream(problems, tokenizer, seed=0, max_prompt_length=9).take(0, 1)
     assert not_chat.samples[0].text == "sky"
+
+
+@pytest.mark.parametrize(
+    ("roles", "text"),
+    [
+        (("user",), "<system:s><user:a why>"),
+        (("system", "user"), "<system:a><user:b why>"),
+        (("user", "assistant", "user"), "<system:s><user:a><assistant:b><user:c why>"),
+        (("user", "tool"), "<system:s><user:a><tool:b why>"),
+        (("system",), "<system:a why>"),
+    ],
+)
+def test_a_prompt_of_several_messages(roles, text):
+    tokenizer = ChatTokenizer("abcdefghijklmnopqrstuvwxyz<>: ")
+    messages = tuple({"role": r, "content": c} for r, c in zip(roles, "abc", strict=False))
+    problems = [Problem(prompt=messages[-1]["content"], answer="", messages=messages)]
+    options = {"seed": 0, "max_prompt_length": 99, "prompt_suffix": " why", "system_prompt": "s"}
+    for _ in range(2):  # nothing is added to the problem's own messages
+        stream = PromptStream(problems, tokenizer, chat_template=True, **options)
+        (sample,) = stream.take(0, 1).samples
+        assert (sample.text, sample.prompt) == (text, messages[-1]["content"])
+    with pytest.raises(
+        DataError, match=r"problem 0: its prompt is a list of messages; set data\.c"
+    ):
+        PromptStream(problems, tokenizer, **options).take(0, 1)
 
 
 def test_stream_errors():

@@ -3,7 +3,16 @@
 import pytest
 
 from nereus_jax.core.errors import ConfigError
-from nereus_jax.data.tasks import SPLITS, TASKS, addition, check_task, reverse_digits, sort_digits
+from nereus_jax.data.tasks import (
+    SPLITS,
+    TASKS,
+    addition,
+    check_task,
+    reverse_digits,
+    sort_digits,
+    two_steps,
+)
+from nereus_jax.rl.numbers_in_text import expression_value, numbers_in
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -20,6 +29,24 @@ def test_answers_follow_from_the_prompt(split, min_digits):
         assert int(p.answer) == int(a) + int(b)
         assert p.metadata["operands"] == [a, b]
         assert all(len(x) == len(str(int(x))) and (min_digits or 5) <= len(x) <= 5 for x in (a, b))
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_two_steps_never_go_below_zero_and_their_story_has_the_same_steps(split):
+    gains = ("buys", "finds", "gets", "wins")
+    for index in range(200):
+        options = {"split": split, "digits": 2, "min_digits": 1}
+        plain, story = (two_steps(index, 3, style=s, **options) for s in ("plain", "sentence"))
+        equation = plain.prompt.removesuffix("=")
+        assert expression_value(equation) == int(plain.answer) >= 0
+        first = equation[: max(equation.rfind("+"), equation.rfind("-"))]
+        assert (expression_value(first) or 0) >= 0
+        assert [*map(int, plain.metadata["operands"])] == [*map(int, numbers_in(story.prompt))]
+        steps = story.prompt.split(". ")[1:3]
+        told = ["+" if any(f" {word} " in step for word in gains) else "-" for step in steps]
+        assert "".join(told) == equation.translate({ord(d): None for d in "0123456789"})
+        assert story.answer == plain.answer
+        assert story.metadata == plain.metadata == {**plain.metadata, "equation": equation}
 
 
 def test_sentences_ask_the_same_problem():
@@ -45,6 +72,11 @@ def test_a_problem_depends_on_seed_index_and_split_only(name):
 def test_problems_never_change_between_releases():
     assert addition(0, 0).prompt == "94+33="
     assert reverse_digits(0, 0, digits=3, split="eval").prompt == "825="
+    assert two_steps(2, 0).prompt == "94+63-95="
+    assert two_steps(2, 0, style="sentence").prompt == (
+        "Leo has 94 apples. He finds 63 more. Then he puts 95 in a box for the school. "
+        "How many apples does he have now?"
+    )
 
 
 @pytest.mark.parametrize("name", sorted(TASKS))
@@ -106,5 +138,5 @@ def test_options_out_of_range(options, message):
 
 
 def test_the_largest_operands():
-    a, b = addition(0, 0, digits=18).metadata["operands"]
-    assert len(a) == len(b) == 18
+    for make in (addition, two_steps):
+        assert {len(n) for n in make(0, 0, digits=18).metadata["operands"]} == {18}
