@@ -99,7 +99,7 @@ def _open_session(job: Job, workdir: Path) -> Iterator[tuple[Session, int | None
     try:
         step = store.latest_step()
         if step is not None:  # before the outputs cut off what comes after the checkpoint
-            _check_same_data(config, store.read_meta(step), workdir)
+            _check_same_data(job, store.read_meta(step), workdir)
         with host.together():
             outputs = Outputs(
                 workdir,
@@ -165,15 +165,20 @@ def _resume(session: Session, step: int) -> JobState:
     )
 
 
-def _data_identity(config: RunConfig) -> dict[str, object]:
+def _data_identity(job: Job) -> dict[str, object]:
     """What gives a position in the data and a sample's number their meaning."""
-    return {"seed": config.seed, "data.train": config.data.train}
+    return {
+        "seed": job.config.seed,
+        "data.train": job.config.data.train,
+        # A directory may have got another file: with it comes another order.
+        "problems in data.train": len(job.inputs.train_prompts),
+    }
 
 
-def _check_same_data(config: RunConfig, meta: Mapping[str, Any], workdir: Path) -> None:
+def _check_same_data(job: Job, meta: Mapping[str, Any], workdir: Path) -> None:
     """Raises ConfigError if a checkpoint's counters would mean other samples in this run."""
     saved = meta["data"]
-    for key, value in _data_identity(config).items():
+    for key, value in _data_identity(job).items():
         if saved[key] != value:
             raise ConfigError(
                 f"{workdir} was trained with {key}={saved[key]!r}, got {value!r}: its position in "
@@ -203,7 +208,7 @@ def _save(session: Session, state: JobState) -> None:
         meta = {
             "counters": state.counters.to_json(),
             "plan": session.job.plan.to_json(),
-            "data": _data_identity(session.job.config),
+            "data": _data_identity(session.job),
         }
         session.store.save(step, state.checkpointed(), meta)
 
