@@ -131,9 +131,14 @@ class RolloutConfig:
     """Generation of responses in training."""
 
     batch_size: PositiveInt
-    """Prompts, and so rows, per step."""
+    """Prompts per step."""
+    samples_per_prompt: PositiveInt = 1
+    """Responses to each prompt; a step has batch_size * samples_per_prompt rows."""
     max_response_length: PositiveInt
     """Longest response, in tokens, the end-of-sequence token included: the T of every batch."""
+    max_num_seqs: NonNegativeInt = 0
+    """Rows that a replica decodes at a time; the others wait, and take the place in the batch and
+    in the KV cache of those that end; 0: all rows at once."""
     temperature: PositiveFloat = 1.0
     """Logits are divided by it; > 0 because greedy rollouts do not explore."""
     top_k: NonNegativeInt = 0
@@ -148,6 +153,11 @@ class RolloutConfig:
     """Whether the rollouts are saved for a later replay."""
     recorded_dir: str = ""
     """Directory of recorded rollouts; must exist for source recorded."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows per step."""
+        return self.batch_size * self.samples_per_prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,12 +194,13 @@ class KLConfig:
 class AlgorithmConfig:
     """The policy-gradient algorithm."""
 
-    name: Literal["ppo"] = "ppo"
-    """ppo."""
+    name: Literal["ppo", "grpo", "rloo", "reinforce_pp", "remax"] = "ppo"
+    """ppo: a critic is the baseline; grpo, rloo: the other responses to the prompt are; remax: a
+    greedy response is; reinforce_pp: the mean of the batch is."""
     epochs: PositiveInt = 1
     """Passes over the rows of a step."""
     minibatch_size: PositiveInt
-    """Rows per optimizer update, a divisor of `rollout.batch_size`."""
+    """Rows per optimizer update, a divisor of the rows of a step."""
     gamma: Probability = 1.0
     """Discount per token, 0 to 1."""
     gae_lambda: Probability = 0.95
@@ -202,8 +213,11 @@ class AlgorithmConfig:
     """The penalty for leaving the reference model."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
-    whiten_advantages: bool = True
-    """Whether advantages get mean 0 and variance 1 over the valid tokens of the step."""
+    whiten_advantages: Literal["auto", "on", "off"] = "auto"
+    """Whether advantages get mean 0 and variance 1 over the valid tokens of the step; auto: on for
+    ppo and reinforce_pp."""
+    group_std: bool = True
+    """grpo: whether a group's rewards are divided by their standard deviation."""
     aggregation: Literal["token", "sequence"] = "token"
     """Loss: mean over all tokens, or over the rows of their means."""
     old_logprobs: Literal["auto", "rollout", "recompute", "corrected"] = "auto"
@@ -220,7 +234,7 @@ class OptimizerConfig:
 
     name: Literal["adamw"] = "adamw"
     """adamw."""
-    learning_rate: PositiveFloat
+    learning_rate: PositiveFloat = 1e-6
     """Learning rate after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay of the learning rate to 0 over the run: constant (none), linear or cosine."""

@@ -1,16 +1,19 @@
-"""Prefill and decode of a batch with a KV cache, under data, pipeline and tensor parallelism.
+"""Decode with a KV cache and continuous batching, under data, pipeline and tensor parallelism.
 
-The rows of a replica are split into pp groups. In prefill the prompts pass through the pipeline in
-microbatches. In decode, tick t has rank r work on group (t - r) mod pp: the group that leaves the
-last rank in tick t has its next token drawn and enters rank 0 in tick t + 1, so that after the
-first pp - 1 ticks no rank idles. With pp = 1 this is a plain decode loop.
+A replica decodes in slots. The first rows fill them; when a response ends, its slot is free, and
+the next row that waits takes it (Yu et al., "Orca", OSDI 2022). Which slot a row gets, and when,
+changes no token: draws are named by the row, and no row sees another.
+
+The slots are split into pp groups. Tick t has rank r work on group (t - r) mod pp: the group that
+leaves the last rank in tick t has its next tokens drawn and enters rank 0 in tick t + 1, so that
+after the first pp - 1 ticks no rank idles. Free slots are filled when their group has left. With
+pp = 1 this is a plain decode loop.
 
 Runs inside a manual `shard_map` (without the check of replication, as some loop carries agree
 between devices in ways that it cannot prove).
 
-Shapes: N rows of a replica = G groups of B rows = M microbatches of b rows in prefill, P prompt, T
-response, S = P + T cache, L layers held here, H query heads and C key/value heads held here, K head
-dim, D embed.
+Shapes: N rows of a replica, G groups of B slots, R rows that enter together, P prompt, T response,
+S = P + T cache, L layers held here, C key/value heads held here, K head dim, D embed.
 """
 
 import dataclasses
@@ -25,14 +28,57 @@ from nereus_jax.models.attention import cached_attention
 from nereus_jax.models.decoder import Decoder
 from nereus_jax.models.mesh_axes import axis_index, axis_size
 from nereus_jax.models.pipeline import from_last_rank
+from nereus_jax.models.prefill import KVCache, pick, prefill
 from nereus_jax.models.sampling import SamplingConfig, row_keys, sample_tokens
 
+CACHE_STEPS = 8
+"""Attention reads a long cache in eighths, as far as the longest row of the group reaches."""
 
-class KVCache(NamedTuple):
-    """Keys and values [L, G, B, S, C, K] of the layers and heads held here."""
+SHORT_CACHE = 64
+"""No step is shorter: it would save less than the choice costs."""
 
-    k: jax.Array
-    v: jax.Array
+
+class Rows(NamedTuple):
+    """What is to be generated, the same on all devices of a replica.
+
+    Attributes:
+      tokens: [N, P] right-padded prompts.
+      lengths: [N] of the prompts; 0 marks a row that only fills up the batch.
+      samples: [N] what names the draws, with the seed.
+      limits: [N] most tokens of each response, 1 to T.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    samples: jax.Array
+    limits: jax.Array
+
+
+class Responses(NamedTuple):
+    """tokens [N, T], logprobs [N, T], lengths [N], and whether a stop token ended it [N]."""
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    lengths: jax.Array
+    finished: jax.Array
+
+
+class Slots(NamedTuple):
+    """What sits in the slots [G, B].
+
+    Attributes:
+      row: index of the row, N where there is none.
+      position: cache position of the newest token.
+      count: tokens generated so far.
+      active: whether the row goes on.
+      entering: [G, B, D] embedding of the newest token.
+    """
+
+    row: jax.Array
+    position: jax.Array
+    count: jax.Array
+    active: jax.Array
+    entering: jax.Array
 
 
 class DecodeState(NamedTuple):
@@ -40,23 +86,19 @@ class DecodeState(NamedTuple):
 
     Attributes:
       tick: number of ticks done.
+      head: rows that have been given a slot.
       moving: [B, 1, D] activations handed on by the rank before.
-      entering: [G, B, D] embedding of each group's newest token.
-      cache: the KV cache.
-      tokens: [G, B, T] responses so far.
-      logprobs: [G, B, T] their log-probabilities.
-      lengths: [G, B] response lengths so far.
-      done: [G, B] whether a stop token was drawn.
+      cache: keys and values [L, G, B, S, C, K].
+      slots: what sits where.
+      out: the responses so far.
     """
 
     tick: jax.Array
+    head: jax.Array
     moving: jax.Array
-    entering: jax.Array
     cache: KVCache
-    tokens: jax.Array
-    logprobs: jax.Array
-    lengths: jax.Array
-    done: jax.Array
+    slots: Slots
+    out: Responses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,120 +109,135 @@ class Generator:
       decoder: the shards that the device holds.
       sampling: how tokens are drawn.
       prefill_rows: most prompts that are in the layers at a time.
+      num_slots: rows of a replica that are decoded at a time, a multiple of pp; at most N.
     """
 
     decoder: Decoder
     sampling: SamplingConfig
     prefill_rows: int
+    num_slots: int
 
-    def __call__(
-        self,
-        tokens_NP: jax.Array,
-        prompt_lengths_N: jax.Array,
-        sample_indices_N: jax.Array,
-        seed: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Generates responses for the rows of this replica.
+    def __call__(self, rows: Rows, seed: jax.Array) -> Responses:
+        """Generates the responses of a replica's rows.
 
         Args:
-          tokens_NP: right-padded prompts; N is a multiple of pp.
-          prompt_lengths_N: their lengths; 0 marks a row that only fills up the batch.
-          sample_indices_N: global sample counters: with `seed` they name the draws.
+          rows: N of them, at least as many as slots.
           seed: uint32 scalar.
-
-        Returns:
-          (tokens [N, T], logprobs [N, T], lengths [N], finished [N] by a stop token).
         """
-        groups = axis_size(self.decoder.axes.pp)
-        num_rows, width = tokens_NP.shape
-        tokens_GBP = tokens_NP.reshape(groups, num_rows // groups, width)
-        lengths_GB = prompt_lengths_N.reshape(groups, -1)
-        samples_GB = sample_indices_N.reshape(groups, -1)
-        cache, hidden_GBD = self._prefill(tokens_GBP, lengths_GB)
-        state = self._first_tokens(cache, hidden_GBD, lengths_GB, samples_GB, seed)
-        last_tick = (self.sampling.max_tokens - 1) * groups + groups - 1
+        state = self._begin(rows, seed)
 
         def unfinished(state: DecodeState) -> jax.Array:
-            waiting = jnp.any(~state.done)
-            if groups > 1:
-                # ppermute joins the replicas of all dp ranks, so that they must stop together.
-                waiting = lax.pmax(waiting.astype(jnp.int32), self.decoder.axes.dp) > 0
-            return (state.tick < last_tick) & waiting
+            return self._agreed(jnp.any(state.slots.active) | (state.head < rows.lengths.shape[0]))
 
-        def step(state: DecodeState) -> DecodeState:
-            return self._tick(state, lengths_GB, samples_GB, seed)
+        state = lax.while_loop(unfinished, lambda s: self._tick(s, rows, seed), state)
+        return state.out
 
-        state = lax.while_loop(unfinished, step, state)
-        flat = (num_rows, self.sampling.max_tokens)
-        return (
-            state.tokens.reshape(flat),
-            state.logprobs.reshape(flat),
-            state.lengths.reshape(num_rows),
-            (state.done & (lengths_GB > 0)).reshape(num_rows),
+    @property
+    def _groups(self) -> int:
+        return axis_size(self.decoder.axes.pp)
+
+    def _agreed(self, flag: jax.Array) -> jax.Array:
+        """Whether the flag is set; with a pipeline, on any replica.
+
+        ppermute joins the replicas of all dp ranks, so that they must branch together.
+        """
+        if self._groups == 1:
+            return flag
+        return lax.pmax(flag.astype(jnp.int32), self.decoder.axes.dp) > 0
+
+    def _begin(self, rows: Rows, seed: jax.Array) -> DecodeState:
+        """The first rows in the slots, with their first tokens drawn."""
+        num_rows, width = rows.tokens.shape
+        groups, slots, max_tokens = self._groups, self.num_slots, self.sampling.max_tokens
+        micro = largest_divisor(slots, self.prefill_rows)
+        cache, hidden_nD = prefill(
+            self.decoder, rows.tokens[:slots], rows.lengths[:slots], micro, width + max_tokens
+        )
+        layers, _, *rest = cache.k.shape
+        shape = (layers, groups, slots // groups, *rest)
+        embed_dim, dtype = hidden_nD.shape[1], self.decoder.layers.k.dtype
+        empty = (groups, slots // groups)
+        free = Slots(
+            row=jnp.full(empty, num_rows, jnp.int32),
+            position=jnp.zeros(empty, jnp.int32),
+            count=jnp.zeros(empty, jnp.int32),
+            active=jnp.zeros(empty, bool),
+            entering=jnp.zeros((*empty, embed_dim), dtype),
+        )
+        state = DecodeState(
+            tick=jnp.int32(0),
+            head=jnp.int32(slots),
+            moving=jnp.zeros((slots // groups, 1, embed_dim), dtype),
+            cache=KVCache(cache.k.reshape(shape), cache.v.reshape(shape)),
+            slots=free,
+            out=Responses(
+                tokens=jnp.full((num_rows, max_tokens), self.sampling.pad_id, jnp.int32),
+                logprobs=jnp.zeros((num_rows, max_tokens), jnp.float32),
+                lengths=jnp.zeros(num_rows, jnp.int32),
+                finished=jnp.zeros(num_rows, bool),
+            ),
+        )
+        places = jnp.arange(slots)
+        return self._enter(
+            state, rows, seed, hidden_nD, places, places // empty[1], places % empty[1]
         )
 
-    def _prefill(self, tokens_GBP: jax.Array, lengths_GB: jax.Array) -> tuple[KVCache, jax.Array]:
-        """Fills the cache with the prompts; returns it and the last hidden states [G, B, D].
-
-        Microbatches of at most `prefill_rows` rows pass through the pipeline, so that activations
-        are those of one microbatch.
-        """
-        decoder, axes = self.decoder, self.decoder.axes
-        groups, rows, width = tokens_GBP.shape
-        micro = largest_divisor(rows, self.prefill_rows)
-        tokens_MbP = tokens_GBP.reshape(-1, micro, width)
-        lengths_Mb = lengths_GB.reshape(-1, micro)
-        num_micro = tokens_MbP.shape[0]
-        cos, sin = decoder.rope(jnp.arange(width)[None, :])
-        graphdef, stacked = nnx.split(decoder.layers)
-        rank = axis_index(axes.pp)
-        ring = [(r, (r + 1) % groups) for r in range(groups)]
-
-        def layer(x: jax.Array, params: nnx.State) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            return nnx.merge(graphdef, params)(x, cos, sin)
-
-        def tick(
-            carry: tuple[jax.Array, KVCache], t: jax.Array
-        ) -> tuple[tuple[jax.Array, KVCache], jax.Array]:
-            received, cache = carry
-            entering = decoder.embed_tokens(_pick(tokens_MbP, jnp.minimum(t, num_micro - 1)))
-            out, (k, v) = lax.scan(layer, jnp.where(rank == 0, entering, received), stacked)
-            index = t - rank
-            cache = KVCache(_store(cache.k, k, index), _store(cache.v, v, index))
-            last_b = jnp.maximum(_pick(lengths_Mb, jnp.clip(index, 0, num_micro - 1)) - 1, 0)
-            hidden_bD = jnp.take_along_axis(out, last_b[:, None, None], axis=1)[:, 0]
-            moved = lax.ppermute(out, axes.pp, ring) if groups > 1 else out
-            return (moved, cache), hidden_bD
-
-        embed_dim, dtype = decoder.config.embed_dim, decoder.layers.k.dtype
-        start = jnp.zeros((micro, width, embed_dim), dtype)
-        carry = (start, self._empty_cache(groups * rows, width))
-        (_, cache), hidden = lax.scan(tick, carry, jnp.arange(num_micro + groups - 1))
-        hidden_GBD = hidden[groups - 1 :].reshape(groups, rows, embed_dim)
-        grouped = (cache.k.shape[0], groups, rows, *cache.k.shape[2:])
-        cache = KVCache(cache.k.reshape(grouped), cache.v.reshape(grouped))
-        return cache, from_last_rank(hidden_GBD, axes)
-
-    def _empty_cache(self, num_rows: int, prompt_width: int) -> KVCache:
-        layers, _, kv_width = self.decoder.layers.k.shape
-        head_dim = self.decoder.config.head_dim
-        length = prompt_width + self.sampling.max_tokens
-        shape = (layers, num_rows, length, kv_width // head_dim, head_dim)
-        empty = jnp.zeros(shape, self.decoder.layers.k.dtype)
-        return KVCache(empty, empty)
+    def _enter(
+        self,
+        state: DecodeState,
+        rows: Rows,
+        seed: jax.Array,
+        hidden_RD: jax.Array,
+        row_R: jax.Array,
+        group_R: jax.Array,
+        slot_R: jax.Array,
+    ) -> DecodeState:
+        """Draws the first tokens of rows whose prompts are in the cache; row N means none."""
+        num_rows, slots = rows.lengths.shape[0], state.slots
+        lengths_R = jnp.take(rows.lengths, row_R, mode="fill", fill_value=0)
+        real_R = lengths_R > 0
+        tokens_R, logprobs_R = self._draw(
+            hidden_RD,
+            jnp.take(rows.samples, row_R, mode="fill", fill_value=0),
+            jnp.zeros_like(row_R),
+            seed,
+        )
+        stops_R = self._is_stop(tokens_R)
+        goes_on_R = real_R & ~stops_R & (jnp.take(rows.limits, row_R, mode="clip") > 1)
+        # What is no row writes nowhere.
+        row_R = jnp.where(real_R, row_R, num_rows)
+        group_R = jnp.where(real_R, group_R, slots.row.shape[0])
+        where = (group_R, slot_R)
+        return state._replace(
+            slots=Slots(
+                row=slots.row.at[where].set(row_R, mode="drop"),
+                position=slots.position.at[where].set(lengths_R, mode="drop"),
+                count=slots.count.at[where].set(1, mode="drop"),
+                active=slots.active.at[where].set(goes_on_R, mode="drop"),
+                entering=slots.entering.at[where].set(
+                    self.decoder.embed_tokens(tokens_R[:, None])[:, 0], mode="drop"
+                ),
+            ),
+            out=Responses(
+                tokens=state.out.tokens.at[row_R, 0].set(tokens_R, mode="drop"),
+                logprobs=state.out.logprobs.at[row_R, 0].set(logprobs_R, mode="drop"),
+                lengths=state.out.lengths.at[row_R].set(1, mode="drop"),
+                finished=state.out.finished.at[row_R].set(stops_R, mode="drop"),
+            ),
+        )
 
     def _draw(
         self,
-        hidden_ND: jax.Array,
-        sample_indices_N: jax.Array,
-        positions_N: jax.Array,
+        hidden_nD: jax.Array,
+        samples_n: jax.Array,
+        positions_n: jax.Array,
         seed: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         decoder = self.decoder
         return sample_tokens(
-            decoder.normalize(hidden_ND[:, None, :])[:, 0],
+            decoder.normalize(hidden_nD[:, None, :])[:, 0],
             decoder.head_VD,
-            row_keys(seed, sample_indices_N, positions_N),
+            row_keys(seed, samples_n, positions_n),
             config=self.sampling,
             vocab_size=decoder.config.vocab_size,
             vocab_offset=decoder.vocab_offset,
@@ -193,68 +250,44 @@ class Generator:
             stop |= tokens == token_id
         return stop
 
-    def _first_tokens(
-        self,
-        cache: KVCache,
-        hidden_GBD: jax.Array,
-        lengths_GB: jax.Array,
-        samples_GB: jax.Array,
-        seed: jax.Array,
-    ) -> DecodeState:
-        """Draws every row's first token, and the state before the first decode tick."""
-        groups, rows, embed_dim = hidden_GBD.shape
-        tokens_N, logprobs_N = self._draw(
-            hidden_GBD.reshape(groups * rows, embed_dim),
-            samples_GB.reshape(-1),
-            jnp.zeros(groups * rows, jnp.int32),
-            seed,
-        )
-        real_GB = lengths_GB > 0
-        first_GB = jnp.where(real_GB, tokens_N.reshape(groups, rows), self.sampling.pad_id)
-        shape = (groups, rows, self.sampling.max_tokens)
-        tokens = jnp.full(shape, self.sampling.pad_id, jnp.int32).at[:, :, 0].set(first_GB)
-        logprobs_GB = jnp.where(real_GB, logprobs_N.reshape(groups, rows), 0.0)
-        entering = self.decoder.embed_tokens(first_GB)
-        return DecodeState(
-            tick=jnp.int32(0),
-            moving=jnp.zeros((rows, 1, embed_dim), entering.dtype),
-            entering=entering,
-            cache=cache,
-            tokens=tokens,
-            logprobs=jnp.zeros(shape, jnp.float32).at[:, :, 0].set(logprobs_GB),
-            lengths=real_GB.astype(jnp.int32),
-            done=~real_GB | self._is_stop(first_GB),
-        )
-
-    def _tick(
-        self, state: DecodeState, lengths_GB: jax.Array, samples_GB: jax.Array, seed: jax.Array
-    ) -> DecodeState:
-        axes = self.decoder.axes
-        groups = state.tokens.shape[0]
+    def _tick(self, state: DecodeState, rows: Rows, seed: jax.Array) -> DecodeState:
+        axes, groups = self.decoder.axes, self._groups
         since = state.tick - axis_index(axes.pp)
         group = since % groups
-        entering = lax.dynamic_index_in_dim(state.entering, group, keepdims=False)
-        x = jnp.where(axis_index(axes.pp) == 0, entering[:, None, :], state.moving)
-        positions_B = _pick(lengths_GB, group) + since // groups
-        # A rank that the first group has not reached yet writes nowhere.
-        positions_B = jnp.where(since >= 0, positions_B, state.cache.k.shape[3])
-        x, cache = self._layers(x, state.cache, group, positions_B)
+        here = jax.tree.map(lambda x: pick(x, group), state.slots)
+        x = jnp.where(axis_index(axes.pp) == 0, here.entering[:, None, :], state.moving)
+        # A slot without a row, or that the first group has not reached yet, writes nowhere.
+        works_B = here.active & (since >= 0)
+        x, cache = self._layers(x, state.cache, group, here.position, works_B)
         ring = [(r, (r + 1) % groups) for r in range(groups)]
         state = state._replace(
             tick=state.tick + 1,
             moving=lax.ppermute(x, axes.pp, ring) if groups > 1 else x,
             cache=cache,
         )
+        leaving = state.tick - groups
         hidden_BD = from_last_rank(x[:, 0], axes)
-        return self._append(state, hidden_BD, state.tick - groups, samples_GB, seed)
+        state = self._append(state, rows, seed, hidden_BD, leaving % groups, leaving >= 0)
+        if rows.lengths.shape[0] == self.num_slots:
+            return state
+        return self._refill(state, rows, seed, leaving % groups)
 
     def _layers(
-        self, x_B1D: jax.Array, cache: KVCache, group: jax.Array, positions_B: jax.Array
+        self,
+        x_B1D: jax.Array,
+        cache: KVCache,
+        group: jax.Array,
+        positions_B: jax.Array,
+        works_B: jax.Array,
     ) -> tuple[jax.Array, KVCache]:
-        """One token a row of one group through the layers held here."""
+        """One token a slot of one group through the layers held here."""
         graphdef, stacked = nnx.split(self.decoder.layers)
         cos, sin = self.decoder.rope(positions_B[:, None])
-        rows_B = jnp.arange(positions_B.shape[0])
+        layers, _, num_slots, length, *heads = cache.k.shape
+        slots_B = jnp.arange(num_slots)
+        writes_B = jnp.where(works_B, positions_B, length)
+        step = max(-(-length // CACHE_STEPS), min(SHORT_CACHE, length))
+        longest = jnp.max(jnp.where(works_B, positions_B, 0))
 
         def body(
             carry: tuple[jax.Array, KVCache], layer: tuple[nnx.State, jax.Array]
@@ -264,63 +297,101 @@ class Generator:
             block = nnx.merge(graphdef, params)
             q, k, v = block.qkv(x, cos, sin)
             cache = KVCache(
-                cache.k.at[index, group, rows_B, positions_B].set(k[:, 0], mode="drop"),
-                cache.v.at[index, group, rows_B, positions_B].set(v[:, 0], mode="drop"),
+                cache.k.at[index, group, slots_B, writes_B].set(k[:, 0], mode="drop"),
+                cache.v.at[index, group, slots_B, writes_B].set(v[:, 0], mode="drop"),
             )
-            keys, values = block.match_heads(q, cache.k[index, group], cache.v[index, group])
-            attended = cached_attention(q[:, 0], keys, values, positions_B)
+
+            def attend(size: int) -> jax.Array:
+                place, shape = (index, group, 0, 0, 0, 0), (1, 1, num_slots, size, *heads)
+                read = [lax.dynamic_slice(c, place, shape)[0, 0] for c in cache]
+                return cached_attention(q[:, 0], *block.match_heads(q, *read), positions_B)
+
+            sizes = range(step, length + step, step)
+            branches = [lambda s=min(s, length): attend(s) for s in sizes]
+            attended = lax.switch(longest // step, branches)
             return (block.output(x, attended), cache), None
 
-        num_layers = cache.k.shape[0]
-        (x, cache), _ = lax.scan(body, (x_B1D, cache), (stacked, jnp.arange(num_layers)))
+        (x, cache), _ = lax.scan(body, (x_B1D, cache), (stacked, jnp.arange(layers)))
         return x, cache
 
     def _append(
         self,
         state: DecodeState,
-        hidden_BD: jax.Array,
-        since: jax.Array,
-        samples_GB: jax.Array,
+        rows: Rows,
         seed: jax.Array,
+        hidden_BD: jax.Array,
+        group: jax.Array,
+        has_left: jax.Array,
     ) -> DecodeState:
-        """Draws the next token of the group that left the last rank, `since` ticks after its
-        first."""
-        groups, _, max_tokens = state.tokens.shape
-        group = since % groups
-        index = since // groups + 1
-        was_done_B = _pick(state.done, group) | (since < 0) | (index >= max_tokens)
-        index_B = jnp.full(was_done_B.shape, index, jnp.int32)
-        tokens_B, logprobs_B = self._draw(hidden_BD, _pick(samples_GB, group), index_B, seed)
-        # Rows that are done write nowhere.
-        column_B = jnp.where(was_done_B, max_tokens, index_B)
-        rows_B = jnp.arange(tokens_B.shape[0])
+        """Draws the next tokens of the group that left the last rank."""
+        slots, num_rows = state.slots, rows.lengths.shape[0]
+        here = jax.tree.map(lambda x: pick(x, group), slots)
+        goes_B = here.active & has_left
+        tokens_B, logprobs_B = self._draw(
+            hidden_BD,
+            jnp.take(rows.samples, here.row, mode="fill", fill_value=0),
+            here.count,
+            seed,
+        )
+        stops_B = self._is_stop(tokens_B)
+        limits_B = jnp.take(rows.limits, here.row, mode="fill", fill_value=0)
+        goes_on_B = goes_B & ~stops_B & (here.count + 1 < limits_B)
+        row_B = jnp.where(goes_B, here.row, num_rows)  # others write nowhere
+        moved = goes_B.astype(jnp.int32)
         embedded_BD = self.decoder.embed_tokens(tokens_B[:, None])[:, 0]
-        entered_BD = jnp.where(was_done_B[:, None], _pick(state.entering, group), embedded_BD)
-        done_B = _pick(state.done, group) | (~was_done_B & self._is_stop(tokens_B))
         return state._replace(
-            entering=state.entering.at[group].set(entered_BD),
-            tokens=state.tokens.at[group, rows_B, column_B].set(tokens_B, mode="drop"),
-            logprobs=state.logprobs.at[group, rows_B, column_B].set(logprobs_B, mode="drop"),
-            lengths=state.lengths.at[group].add((~was_done_B).astype(jnp.int32)),
-            done=state.done.at[group].set(done_B),
+            slots=Slots(
+                row=slots.row,
+                position=slots.position.at[group].add(moved),
+                count=slots.count.at[group].add(moved),
+                active=slots.active.at[group].set(jnp.where(has_left, goes_on_B, here.active)),
+                entering=slots.entering.at[group].set(
+                    jnp.where(goes_B[:, None], embedded_BD, here.entering)
+                ),
+            ),
+            out=Responses(
+                tokens=state.out.tokens.at[row_B, here.count].set(tokens_B, mode="drop"),
+                logprobs=state.out.logprobs.at[row_B, here.count].set(logprobs_B, mode="drop"),
+                lengths=state.out.lengths.at[row_B].add(1, mode="drop"),
+                finished=state.out.finished.at[row_B].set(stops_B, mode="drop"),
+            ),
         )
 
+    def _refill(
+        self, state: DecodeState, rows: Rows, seed: jax.Array, group: jax.Array
+    ) -> DecodeState:
+        """Gives free slots of a group to rows that wait, as soon as enough of them can enter.
 
-def _pick(x_GB: jax.Array, group: jax.Array) -> jax.Array:
-    return lax.dynamic_index_in_dim(x_GB, group, keepdims=False)
+        Prompts enter together, so that a pass through the layers is not spent on one of them.
+        """
+        num_rows, num_slots = rows.lengths.shape[0], state.slots.row.shape[1]
+        together = largest_divisor(num_slots, max(min(self.prefill_rows, num_slots // 8), 1))
+        num_free = jnp.sum(~pick(state.slots.active, group))
+        waiting = num_rows - state.head
+        enough = (waiting > 0) & (num_free >= jnp.minimum(together, waiting))
 
+        def enter(state: DecodeState) -> DecodeState:
+            # The free slots first; a replica that joins others without need enters nothing.
+            slot_R = jnp.argsort(pick(state.slots.active, group), stable=True)[:together]
+            order_R = jnp.arange(together)
+            enters_R = enough & (order_R < jnp.minimum(num_free, waiting))
+            row_R = jnp.where(enters_R, state.head + order_R, num_rows)
+            tokens_RP = jnp.take(rows.tokens, row_R, axis=0, mode="fill", fill_value=0)
+            lengths_R = jnp.take(rows.lengths, row_R, mode="fill", fill_value=0)
+            width = tokens_RP.shape[1]
+            new, hidden_RD = prefill(self.decoder, tokens_RP, lengths_R, together, width)
+            place_R = jnp.where(enters_R, slot_R, num_slots)
+            cache = KVCache(
+                *(
+                    old.at[:, group, place_R, :width].set(block, mode="drop")
+                    for old, block in zip(state.cache, new, strict=True)
+                )
+            )
+            state = state._replace(cache=cache, head=state.head + jnp.sum(enters_R))
+            groups_R = jnp.full(together, group, jnp.int32)
+            return self._enter(state, rows, seed, hidden_RD, row_R, groups_R, slot_R)
 
-def _store(cache: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
-    """Writes keys or values [L, b, P, C, K] of microbatch `index` into [L, N, S, C, K].
-
-    An index outside the N / b microbatches writes nowhere.
-    """
-    micro = new.shape[1]
-    num_micro = cache.shape[1] // micro
-    place = (0, jnp.clip(index, 0, num_micro - 1) * micro, 0, 0, 0)
-    old = lax.dynamic_slice(cache, place, new.shape)
-    kept = jnp.where((index >= 0) & (index < num_micro), new, old)
-    return lax.dynamic_update_slice(cache, kept, place)
+        return lax.cond(self._agreed(enough), enter, lambda s: s, state)
 
 
 def largest_divisor(number: int, limit: int) -> int:

@@ -247,6 +247,9 @@ def _make_stream(config: RunConfig, tokenizer: Tokenizer, split: str) -> PromptS
 
 def _stop_ids(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
     ids = list(tokenizer.eos_ids)
+    if config.model.path and config.tokenizer.kind == "huggingface":
+        # A tokenizer from elsewhere may not know what the model was taught to end with.
+        ids += huggingface.read_eos_ids(Path(config.model.path).expanduser())
     for text in config.rollout.stop:
         tokens = tokenizer.encode(text, add_special_tokens=False)
         if len(tokens) != 1:
@@ -386,6 +389,7 @@ class _EngineBuilder:
             dtype=self.config.model.compute_dtype,
             prefill_rows=self.config.score.microbatch_size or self.config.train.microbatch_size,
             precision=self.config.model.matmul_precision,
+            max_num_seqs=self.config.rollout.max_num_seqs,
             programs=self.programs,
         )
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from nereus_jax.core.architectures import DecoderConfig, Head
 from nereus_jax.models.decoder import bind, decoder_graphdef
-from nereus_jax.models.generate import Generator
+from nereus_jax.models.generate import Generator, Rows
 from nereus_jax.models.mesh_axes import UNSHARDED, MeshAxes
 from nereus_jax.models.sampling import SamplingConfig, gumbel_noise, row_keys, sample_tokens
 
@@ -250,11 +250,11 @@ def decoder_params() -> dict[str, jax.Array]:
     }
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _generate(sampling: SamplingConfig, params, tokens, lengths, samples, seed):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _generate(sampling: SamplingConfig, slots: int, params, tokens, lengths, samples, limits, seed):
     graphdef = decoder_graphdef(CONFIG, Head.LM, UNSHARDED)
-    generator = Generator(bind(graphdef, params), sampling, PREFILL_ROWS)
-    return generator(tokens, lengths, samples, seed)
+    generator = Generator(bind(graphdef, params), sampling, PREFILL_ROWS, slots or len(lengths))
+    return generator(Rows(tokens, lengths, samples, limits), seed)
 
 
 def generate(
@@ -263,9 +263,14 @@ def generate(
     lengths: np.ndarray,
     samples: np.ndarray,
     seed: int = 0,
+    slots: int = 0,
+    limits: np.ndarray | None = None,
 ) -> list[np.ndarray]:
+    if limits is None:
+        limits = np.full(len(lengths), sampling.max_tokens)
     arrays = jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(samples, jnp.uint32)
-    outputs = _generate(sampling, decoder_params(), *arrays, jnp.uint32(seed))
+    more = jnp.asarray(limits), jnp.uint32(seed)
+    outputs = _generate(sampling, slots, decoder_params(), *arrays, *more)
     return [np.asarray(x) for x in outputs]
 
 
@@ -349,3 +354,21 @@ def test_generation_ends_when_every_row_has_stopped():
     assert time.perf_counter() - start_s < 20
     assert finished[:5].all()
     assert counts.max() < 50
+
+
+@pytest.mark.parametrize("slots", [1, 2, 6])
+def test_rows_that_wait_for_a_slot_get_the_tokens_of_rows_that_do_not(slots: int) -> None:
+    tokens, lengths, samples = prompts(13)
+    lengths = lengths.copy()
+    lengths[[0, 5, 12]] = 0  # rows that only fill up a batch: first, in the queue, last
+    limits = np.random.default_rng(7).integers(1, 8, 13)
+    sampling = dataclasses.replace(BASE, stop_ids=(3,))
+    wanted = generate(sampling, tokens, lengths, samples, limits=limits)
+    got = generate(sampling, tokens, lengths, samples, slots=slots, limits=limits)
+    for x, y in zip((got[0], got[2], got[3]), (wanted[0], wanted[2], wanted[3]), strict=True):
+        np.testing.assert_array_equal(x, y)
+    np.testing.assert_allclose(got[1], wanted[1], atol=1e-6)
+    real = lengths > 0
+    assert (wanted[2][real] >= 1).all() and (wanted[2] <= limits).all()
+    assert not wanted[2][~real].any() and not wanted[3][~real].any()
+    assert wanted[3].any() and (wanted[2] == limits).any()  # both kinds of end came up

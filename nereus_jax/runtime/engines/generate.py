@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from nereus_jax.core.architectures import DecoderConfig, Head
 from nereus_jax.core.layout import DP
 from nereus_jax.models.decoder import bind, decoder_graphdef
-from nereus_jax.models.generate import Generator
+from nereus_jax.models.generate import Generator, Rows
 from nereus_jax.models.mesh_axes import SHARDED
 from nereus_jax.models.sampling import SamplingConfig
 from nereus_jax.runtime import host
@@ -32,6 +32,8 @@ class GenerateEngine:
       dtype: of its weights and its KV cache.
       prefill_rows: most prompts of a replica that are in the layers at a time.
       precision: of matrix products, a `jax.default_matmul_precision` name.
+      max_num_seqs: rows of a replica that are decoded at a time, each with a place in the KV cache;
+        others wait for a row to end; 0: all.
       programs: where compiled programs are kept.
     """
 
@@ -40,26 +42,34 @@ class GenerateEngine:
     dtype: str
     prefill_rows: int
     precision: str
+    max_num_seqs: int = 0
     programs: ProgramCache = dataclasses.field(compare=False)
 
     def __post_init__(self) -> None:
         self.config.check_layout(self.site.placement.layout)
 
-    def padded_rows(self, num_rows: int) -> int:
-        """Rows of the compiled batch.
+    def slots(self, num_rows: int) -> int:
+        """Rows of a replica that are decoded at a time.
 
-        Every replica holds pp equal groups, each a whole number of prefill microbatches.
+        They form pp equal groups, each a whole number of prefill microbatches.
         """
-        num_groups = self.site.placement.layout.dp * self.site.placement.layout.pp
-        rows = -(-num_rows // num_groups)
-        micro = min(rows, self.prefill_rows)
-        return num_groups * micro * -(-rows // micro)
+        layout = self.site.placement.layout
+        rows = -(-num_rows // layout.dp)
+        per_group = -(-min(rows, self.max_num_seqs or rows) // layout.pp)
+        micro = min(per_group, self.prefill_rows)
+        return layout.pp * micro * -(-per_group // micro)
+
+    def padded_rows(self, num_rows: int) -> int:
+        """Rows of the compiled batch: as many for every replica, at least one for each slot."""
+        dp = self.site.placement.layout.dp
+        return dp * max(-(-num_rows // dp), self.slots(num_rows))
 
     def program(self, num_rows: int, prompt_width: int, sampling: SamplingConfig) -> Program:
         """The compiled program for a batch of this shape."""
         rows = self.padded_rows(num_rows)
-        key = ProgramKey.of(self.site, self, "generate", rows, prompt_width, sampling)
-        return self.programs.get(key, lambda: self._lower(rows, prompt_width, sampling))
+        slots = self.slots(num_rows)
+        key = ProgramKey.of(self.site, self, "generate", rows, slots, prompt_width, sampling)
+        return self.programs.get(key, lambda: self._lower(rows, slots, prompt_width, sampling))
 
     def dispatch(
         self,
@@ -69,6 +79,7 @@ class GenerateEngine:
         sample_indices_B: np.ndarray,
         seed: int,
         sampling: SamplingConfig,
+        limits_B: np.ndarray | None = None,
     ) -> Mapping[str, jax.Array]:
         """Starts generation; the arrays hold the padded rows, which the caller cuts.
 
@@ -79,6 +90,7 @@ class GenerateEngine:
           sample_indices_B: global sample counters below 2^32, which with `seed` name the draws.
           seed: 0 <= seed < 2^32.
           sampling: how tokens are drawn.
+          limits_B: most tokens of each response, 1 to T; None: T for all.
 
         Returns:
           tokens [B, T], logprobs [B, T], lengths [B], finished [B].
@@ -86,6 +98,8 @@ class GenerateEngine:
         num_rows, width = tokens_BP.shape
         program = self.program(num_rows, width, sampling)
         missing = self.padded_rows(num_rows) - num_rows
+        if limits_B is None:
+            limits_B = np.full(num_rows, sampling.max_tokens)
         rows = self.site.sharding((DP,))
         arguments = [
             host.put(np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)), rows)
@@ -93,12 +107,15 @@ class GenerateEngine:
                 tokens_BP.astype(np.int32),
                 prompt_lengths_B.astype(np.int32),
                 sample_indices_B.astype(np.uint32),
+                limits_B.astype(np.int32),
             )
         ]
         seed_array = host.put(np.asarray(seed, np.uint32), self.site.sharding())
         return program.run(params, *arguments, seed_array)
 
-    def _lower(self, rows: int, prompt_width: int, sampling: SamplingConfig) -> jax.stages.Lowered:
+    def _lower(
+        self, rows: int, slots: int, prompt_width: int, sampling: SamplingConfig
+    ) -> jax.stages.Lowered:
         spec = self.config.spec(Head.LM, self.dtype)
         graphdef = decoder_graphdef(self.config, Head.LM, SHARDED)
 
@@ -107,12 +124,12 @@ class GenerateEngine:
             tokens_NP: jax.Array,
             prompt_lengths_N: jax.Array,
             sample_indices_N: jax.Array,
+            limits_N: jax.Array,
             seed: jax.Array,
         ) -> dict[str, jax.Array]:
-            generator = Generator(bind(graphdef, params), sampling, self.prefill_rows)
-            names = ("tokens", "logprobs", "lengths", "finished")
-            outputs = generator(tokens_NP, prompt_lengths_N, sample_indices_N, seed)
-            return dict(zip(names, outputs, strict=True))
+            generator = Generator(bind(graphdef, params), sampling, self.prefill_rows, slots)
+            rows = Rows(tokens_NP, prompt_lengths_N, sample_indices_N, limits_N)
+            return generator(rows, seed)._asdict()
 
         by_row = PartitionSpec(DP)
         mapped = jax.shard_map(
@@ -123,14 +140,19 @@ class GenerateEngine:
                 by_row,
                 by_row,
                 by_row,
+                by_row,
                 PartitionSpec(),
             ),
             out_specs=by_row,
             check_vma=False,
         )
         row_sharding = self.site.sharding((DP,))
-        shapes = [((rows, prompt_width), jnp.int32), ((rows,), jnp.int32), ((rows,), jnp.uint32)]
-        abstract = [jax.ShapeDtypeStruct(s, d, sharding=row_sharding) for s, d in shapes]
+        shapes = [(rows, prompt_width), (rows,), (rows,), (rows,)]
+        dtypes = [jnp.int32, jnp.int32, jnp.uint32, jnp.int32]
+        abstract = [
+            jax.ShapeDtypeStruct(shape, dtype, sharding=row_sharding)
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        ]
         seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=self.site.sharding())
         with jax.default_matmul_precision(self.precision):
             return jax.jit(mapped).lower(self.site.abstract(spec), *abstract, seed)
