@@ -17,6 +17,7 @@ S = P + T cache, L layers held here, C key/value heads held here, K head dim, D 
 """
 
 import dataclasses
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -287,6 +288,7 @@ class Generator:
         slots_B = jnp.arange(num_slots)
         writes_B = jnp.where(works_B, positions_B, length)
         step = max(-(-length // CACHE_STEPS), min(SHORT_CACHE, length))
+        sizes = [min(size, length) for size in range(step, length + step, step)]
         longest = jnp.max(jnp.where(works_B, positions_B, 0))
 
         def body(
@@ -306,9 +308,7 @@ class Generator:
                 read = [lax.dynamic_slice(c, place, shape)[0, 0] for c in cache]
                 return cached_attention(q[:, 0], *block.match_heads(q, *read), positions_B)
 
-            sizes = range(step, length + step, step)
-            branches = [lambda s=min(s, length): attend(s) for s in sizes]
-            attended = lax.switch(longest // step, branches)
+            attended = lax.switch(longest // step, [partial(attend, size) for size in sizes])
             return (block.output(x, attended), cache), None
 
         (x, cache), _ = lax.scan(body, (x_B1D, cache), (stacked, jnp.arange(layers)))

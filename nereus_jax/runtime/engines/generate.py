@@ -98,16 +98,15 @@ class GenerateEngine:
         num_rows, width = tokens_BP.shape
         program = self.program(num_rows, width, sampling)
         missing = self.padded_rows(num_rows) - num_rows
-        if limits_B is None:
-            limits_B = np.full(num_rows, sampling.max_tokens)
         rows = self.site.sharding((DP,))
+        no_limits_B = np.full(num_rows, sampling.max_tokens)
         arguments = [
             host.put(np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)), rows)
             for x in (
                 tokens_BP.astype(np.int32),
                 prompt_lengths_B.astype(np.int32),
                 sample_indices_B.astype(np.uint32),
-                limits_B.astype(np.int32),
+                (no_limits_B if limits_B is None else limits_B).astype(np.int32),
             )
         ]
         seed_array = host.put(np.asarray(seed, np.uint32), self.site.sharding())
