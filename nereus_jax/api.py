@@ -241,7 +241,10 @@ def _is_end(x: Any) -> bool:
 
 def _target(name: str, x: Any, end: Any) -> jax.ShapeDtypeStruct:
     if isinstance(end, Sharding):
-        return jax.ShapeDtypeStruct(np.shape(x), _dtype(name, x), sharding=end)
+        try:
+            return jax.ShapeDtypeStruct(np.shape(x), _dtype(name, x), sharding=end)
+        except ValueError as error:  # it names more dims than there are
+            raise ReshardError(f"{name} of shape {np.shape(x)} cannot lie so: {error}") from None
     if not isinstance(end, jax.ShapeDtypeStruct) or end.sharding is None:
         raise ReshardError(
             f"the target of {name} is {end!r}; give a jax.sharding.Sharding, or a "

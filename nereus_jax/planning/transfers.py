@@ -62,7 +62,7 @@ def plan_transfer(
                 f"a transition changes where a leaf lies, not what it is"
             )
         kept.append(what_is_kept(source, target, index, gone, share))
-        if kept[-1].receiving:
+        if kept[-1].receiving and all(target.local_shape):  # nothing moves of an empty leaf
             classes.setdefault(class_key(source, target), []).append(leaf)
     choice = SenderChoice(index, node_of, gone)
     by_devices: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[Edges, list[int]]]] = {}

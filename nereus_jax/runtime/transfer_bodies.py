@@ -79,16 +79,21 @@ class BoxAt:
         """The values in the box."""
         if self.extent == block.shape:
             return block
-        return lax.dynamic_slice(block, [c.read(row) for c in self.offset], self.extent)
+        offset = [c.read(row) for c in self.offset]
+        values = lax.dynamic_slice(to_movable(block), offset, self.extent)
+        return from_bits(values, str(block.dtype))
 
     def write(self, block: jax.Array, values: jax.Array, row: jax.Array) -> jax.Array:
         """The block with the values in the box, if this device is active."""
+        dtype = str(block.dtype)
+        new = to_movable(values)
         if self.active.index >= 0:
             is_active = self.active.read(row) > 0
-            values = jnp.where(is_active, values, self.read(block, row))
-        if self.extent == block.shape:
-            return values
-        return lax.dynamic_update_slice(block, values, [c.read(row) for c in self.offset])
+            new = jnp.where(is_active, new, to_movable(self.read(block, row)))
+        if self.extent != block.shape:
+            offset = [c.read(row) for c in self.offset]
+            new = lax.dynamic_update_slice(to_movable(block), new, offset)
+        return from_bits(new, dtype)
 
 
 def box_at(
@@ -207,11 +212,11 @@ def send(payload: Payload, pairs: Sequence[tuple[int, int]], rows: Mapping[int, 
     permutation = [(rows[sender], rows[receiver]) for sender, receiver in pairs]
 
     def permuted(values: jax.Array) -> jax.Array:
-        # XLA sends no float8_e4m3 with NCCL; on GPUs the casts to bits and back cost nothing.
-        is_float8 = values.dtype.itemsize == 1 and jnp.issubdtype(values.dtype, jnp.floating)
-        bits = to_bits(values) if is_float8 else values
-        sent = lax.ppermute(bits, AXIS, permutation)
-        return from_bits(sent, str(values.dtype)) if is_float8 else sent
+        # Whole blocks come as they are. XLA sends no float8_e4m3 with NCCL, and bfloat16 between
+        # CPU devices as float32. On GPUs the casts to bits and back cost nothing.
+        is_small = values.dtype.itemsize <= 2 and jnp.issubdtype(values.dtype, jnp.floating)
+        sent = lax.ppermute(to_bits(values) if is_small else values, AXIS, permutation)
+        return from_bits(sent, str(values.dtype))
 
     return {k: permuted(v) for k, v in payload.items()}
 
@@ -220,6 +225,12 @@ def wire_kind(dtype: str) -> str:
     """The dtype whose bits travel. Small ones go as integers: no backend widens or rounds those."""
     kind = jnp.dtype(dtype)
     return str(kind) if kind.itemsize >= 4 else f"uint{8 * kind.itemsize}"
+
+
+def to_movable(values: jax.Array) -> jax.Array:
+    """float8 as bits, since CPUs slice it as float16, which changes NaNs; others as they are."""
+    is_float8 = values.dtype.itemsize == 1 and jnp.issubdtype(values.dtype, jnp.floating)
+    return to_bits(values) if is_float8 else values
 
 
 def to_bits(values: jax.Array) -> jax.Array:
@@ -300,12 +311,18 @@ class BoxMaker:
             for part in exchange.parts
             if part.extent != schedule.targets[part.leaf].local_shape
         }
-        sent = {p.leaf for group in batch.groups for e in group for p in e.parts}
+        arriving: dict[int, set[int]] = {}
+        for exchange in (e for group in batch.groups for e in group):
+            for part in exchange.parts:
+                receivers = (receiver for _, receiver in exchange.pairs)
+                arriving.setdefault(part.leaf, set()).update(receivers)
+        # Where a block is padding alone, nothing arrives, and it has to be made.
         return frozenset(
             leaf
-            for leaf in sent - cut
+            for leaf in set(arriving) - cut
             if same_blocks(schedule.sources[leaf], schedule.targets[leaf])
             and not schedule.kept[leaf].copied
+            and arriving[leaf] == set(schedule.kept[leaf].receiving)
         )
 
     def _part(

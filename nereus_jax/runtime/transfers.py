@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import jax
+import numpy as np
 from jax.sharding import Sharding
 
 from nereus_jax.core.devices import DeviceId
@@ -150,7 +151,7 @@ class Transfer:
             blocks = found[leaf]
             for device in self.schedule.kept[leaf].shared:
                 if device in sources[leaf]:
-                    blocks[device] = sources[leaf][device]
+                    blocks[device] = _in_memory_of(target, sources[leaf][device])
             moved.append(self._array(target, blocks))
         return moved
 
@@ -226,6 +227,11 @@ class Transfer:
 
     def _array(self, target: jax.ShapeDtypeStruct, blocks: DeviceBlocks) -> jax.Array:
         assert target.sharding is not None
+        if 0 in target.shape:
+            local = np.zeros(target.sharding.shard_shape(target.shape), target.dtype)
+            return jax.make_array_from_callback(
+                target.shape, target.sharding, lambda _: local, dtype=target.dtype
+            )
         buffers = [
             blocks[self._index[handle]]
             for handle in target.sharding.devices_indices_map(target.shape)
@@ -242,6 +248,15 @@ def is_parked(sharding: Sharding | None) -> bool:
         return False
     device = next(iter(sharding.device_set))
     return sharding.memory_kind != device.default_memory().kind
+
+
+def _in_memory_of(target: jax.ShapeDtypeStruct, block: jax.Array) -> jax.Array:
+    """A block that stays on its device, but may be parked there or come back."""
+    assert target.sharding is not None
+    kind = target.sharding.memory_kind
+    if kind is None or block.sharding.memory_kind == kind:
+        return block
+    return jax.device_put(block, block.sharding.with_memory_kind(kind))
 
 
 def _rename(array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
