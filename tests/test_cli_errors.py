@@ -15,10 +15,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 import tokenizers
-from pyarrow import parquet
 from tokenizers import models
 
 from nereus_jax.cli import main
@@ -56,8 +54,6 @@ FILES = {
     "no_field.jsonl": '{"question": "1", "answer": "1"}\n',
     "letters.jsonl": '{"prompt": "abc", "answer": "1"}\n',
     "letter_answers.jsonl": '{"prompt": "12", "answer": "zz"}\n',
-    "chats.jsonl": '{"prompt": [{"role": "user", "content": "1"}], "answer": "1"}\n',
-    "torn.parquet": "PAR1",
     "long.jsonl": '{"prompt": "123456789", "answer": "1"}\n',
     "empty.jsonl": "\n",
     "rewards_that_exit.py": "raise SystemExit(0)\n",
@@ -178,28 +174,10 @@ INPUTS = [
     case(TRAIN + "--config.data.train={tmp}/no.jsonl", "data.train", "does not exist"),
     case(TRAIN + "--config.data.train=" + "x" * 300, "cannot be read: File name too long"),
     case(TRAIN + "--config.data.train={tmp}/empty", "data.train", "has no .jsonl, .jsonl.gz"),
-    case(TRAIN + "--config.data.train={tmp}/*.nothing", "data.train", "matches no file"),
-    case(TRAIN + "--config.data.train=/dev/null", "exists but is not such a thing"),
     case(TRAIN + "--config.data.train={tmp}/not_json.jsonl", "line 2: not JSON", process=True),
     case(TRAIN + "--config.data.train={tmp}/no_field.jsonl", "line 1", "'prompt'", "question"),
     case(TRAIN + "--config.data.train={tmp}/letters.jsonl", "'a' of 'abc'", "characters"),
     case(TRAIN + "--config.data.train={tmp}/empty.jsonl", "is empty"),
-    case(
-        TRAIN + "--config.data.train={tmp}/table.parquet",
-        "table.parquet: no column 'prompt' (did you mean 'Prompt'?); its columns: Prompt, answer",
-        process=True,
-    ),
-    case(
-        TRAIN + "--config.data.train={tmp}/table.parquet --config.data.prompt_field=Prompt",
-        "row 1 (the first is 0): field 'Prompt' is null",
-    ),
-    case(TRAIN + "--config.data.train={tmp}/no_rows.parquet", "is empty"),
-    case(TRAIN + "--config.data.train={tmp}/torn.parquet", "cannot be read as Parquet"),
-    case(TRAIN + "--config.data.train={tmp}/chats.jsonl", "set data.chat_template = True"),
-    case(
-        TRAIN + "--config.data.distinct --config.data.task_options.digits=1",
-        "task:reverse_digits has about 9 distinct train problems, fewer than data.train_size",
-    ),
     case(TRAIN + "--config.data.train={tmp}/long.jsonl", "all 1 prompts are longer", "'cut'"),
     case(
         TRAIN + "--config.warmup.num_steps=1 --config.data.train={tmp}/letter_answers.jsonl",
@@ -345,11 +323,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     (folder / "empty").mkdir()
-    table = pa.table({"Prompt": ["1", None], "answer": ["1", "2"]})
-    parquet.write_table(table, folder / "table.parquet")
-    parquet.write_table(
-        table.slice(0, 0).rename_columns(["prompt", "answer"]), folder / "no_rows.parquet"
-    )
     shutil.copytree(GOLDEN_MODEL, folder / "truncated")
     weights = folder / "truncated" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
