@@ -7,6 +7,7 @@ from nereus_jax.config.data_files import find_data_files
 from nereus_jax.config.plan_entry import PlanEntry, check_plan_against_model, divisors
 from nereus_jax.config.schema import RunConfig
 from nereus_jax.core.errors import ConfigError
+from nereus_jax.core.workflow import ALGORITHMS
 
 MODEL_STAGES = (
     "actor-TRAIN",
@@ -33,7 +34,7 @@ def resolve_plan(config: RunConfig) -> dict[str, PlanEntry]:
     """The layout of every model-stage of the run.
 
     actor-GENERATE, actor-SCORE and reference-SCORE fall back to actor-TRAIN, critic-SCORE to
-    critic-TRAIN, with the devices of that entry.
+    critic-TRAIN, with the devices of that entry. An algorithm without a critic has no critic-*.
 
     Raises:
       ConfigError: an entry without a fallback is missing.
@@ -41,6 +42,8 @@ def resolve_plan(config: RunConfig) -> dict[str, PlanEntry]:
     plan: dict[str, PlanEntry] = {}
     for name in MODEL_STAGES:
         if name == "reward-SCORE" and not config.reward.model_path:
+            continue
+        if name.startswith("critic-") and not ALGORITHMS[config.algorithm.name].critic:
             continue
         entry = config.plan.get(name, config.plan.get(_FALLBACK.get(name, name)))
         if entry is None:
@@ -189,11 +192,30 @@ def _check_rollout(config: RunConfig) -> None:
 
 
 def _check_algorithm(config: RunConfig) -> None:
-    minibatch, rows = config.algorithm.minibatch_size, config.rollout.batch_size
+    minibatch, rollout = config.algorithm.minibatch_size, config.rollout
+    rows, many = rollout.num_rows, rollout.samples_per_prompt
+    shown = f"rollout.batch_size={rollout.batch_size}"
+    shown += f" * rollout.samples_per_prompt={many} = {rows}" if many > 1 else ""
     _require(
         rows % minibatch == 0,
-        f"algorithm.minibatch_size={minibatch} does not divide rollout.batch_size={rows}; nearest "
-        f"that do: {_nearest(divisors(rows), minibatch)}",
+        f"algorithm.minibatch_size={minibatch} does not divide {shown}; nearest that do: "
+        f"{_nearest(divisors(rows), minibatch)}",
+    )
+    name = config.algorithm.name
+    _require(
+        many > 1 or not ALGORITHMS[name].grouped,
+        f"algorithm.name={name!r} compares the responses to a prompt, got "
+        f"rollout.samples_per_prompt={many}; set it to at least 2",
+    )
+    _require(
+        ALGORITHMS[name].critic or not any(k.startswith("critic-") for k in config.plan),
+        f"plan.{next((k for k in config.plan if k.startswith('critic-')), '')} is given, but "
+        f"algorithm.name={name!r} has no critic; drop the entry",
+    )
+    _require(
+        not (ALGORITHMS[name].greedy_baseline and rollout.source == "recorded"),
+        f"algorithm.name={name!r} generates a greedy response to every prompt, which a recording "
+        f"does not hold; set config.rollout.source = 'live'",
     )
     kl = config.algorithm.kl
     _require(
@@ -223,7 +245,7 @@ def _check_microbatches(config: RunConfig, name: str, entry: PlanEntry) -> None:
                 else ""
             ),
             "algorithm.minibatch_size": _nearest(
-                (d for d in divisors(config.rollout.batch_size) if d % unit == 0), minibatch
+                (d for d in divisors(config.rollout.num_rows) if d % unit == 0), minibatch
             ),
         }
         if not any(options.values()):
