@@ -4,10 +4,14 @@ bytes.
 The flax modules are built from the leaf table, the planner prices it, and the Hugging Face reader
 maps onto it. Weights are stored [in, out] (the vocabulary matrices [V, D]); the leaves of all
 layers are stacked on a leading dim.
+
+Llama, SmolLM2, Qwen2 (biases of q, k and v) and Qwen3 (norms of q and k) differ in a few leaves and
+in their rotary frequencies; all of that is said here and nowhere else.
 """
 
 import dataclasses
 import enum
+import math
 
 from nereus_jax.core.emu_spec import DTYPE_BYTES, EmuSpec, LeafSpec
 from nereus_jax.core.errors import InfeasiblePlanError
@@ -21,6 +25,60 @@ class Head(enum.StrEnum):
 
     LM = "lm"  # token logits: actor, reference
     SCALAR = "scalar"  # one number a position: critic, reward model
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearRope:
+    """Rotary frequencies divided by a factor: positions interpolated (Chen et al. 2023).
+
+    Attributes:
+      factor: how many times longer rows become.
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+    def scale(self, frequency: float) -> float:
+        """The frequency to use in the place of this one, radians a position."""
+        return frequency / self.factor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Rope:
+    """Llama 3.1's rotary frequencies: only those of long waves are divided by a factor.
+
+    A wave shorter than `original_max_positions / high_freq_factor` positions stays as it is, one
+    longer than `original_max_positions / low_freq_factor` becomes `factor` times as long, and
+    between the two the frequency goes linearly from one to the other.
+
+    Attributes:
+      factor: how many times longer rows become.
+      low_freq_factor: waves that fit less often into a row of pretraining are stretched.
+      high_freq_factor: waves that fit more often into it stay; above `low_freq_factor`.
+      original_max_positions: longest row of pretraining.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+        if not self.high_freq_factor > self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor must be above low_freq_factor {self.low_freq_factor}, "
+                f"got {self.high_freq_factor}"
+            )
+
+    def scale(self, frequency: float) -> float:
+        """The frequency to use in the place of this one, radians a position."""
+        waves = self.original_max_positions * frequency / (2 * math.pi)
+        kept = (waves - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = min(max(kept, 0.0), 1.0)
+        return (1 - kept) * frequency / self.factor + kept * frequency
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +97,9 @@ class DecoderConfig:
       norm_eps: epsilon of RMSNorm.
       tie_embeddings: the head uses the embedding matrix.
       max_positions: longest sequence that the model was made for.
+      rope_scaling: how the rotary frequencies are changed for long rows; None: not at all.
+      qkv_bias: queries, keys and values have a bias (Qwen2).
+      qk_norm: an RMSNorm over each head of queries and keys before they are rotated (Qwen3).
     """
 
     num_layers: int
@@ -52,12 +113,12 @@ class DecoderConfig:
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
     max_positions: int = 4096
+    rope_scaling: LinearRope | Llama3Rope | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, bool) and not value > 0:
-                raise ValueError(f"{field.name} must be positive, got {value!r}")
+        _check_positive(self)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
@@ -80,6 +141,13 @@ class DecoderConfig:
             ("up", (d, f), ("embed", "mlp")),
             ("down", (f, d), ("mlp", "embed")),
         ]
+        if self.qkv_bias:
+            layer.append(("q_bias", (q,), ("heads",)))
+            layer.append(("k_bias", (kv,), ("kv_heads",)))
+            layer.append(("v_bias", (kv,), ("kv_heads",)))
+        if self.qk_norm:  # one for all heads, so that every rank needs it whole
+            layer.append(("q_norm", (self.head_dim,), (None,)))
+            layer.append(("k_norm", (self.head_dim,), (None,)))
         table = [("embed", (self.vocab_size, d), ("vocab", "embed"))]
         table += [
             (LAYER_PREFIX + name, (self.num_layers, *shape), ("layers", *axes))
@@ -109,10 +177,19 @@ class DecoderConfig:
                 f"use one of {allowed}"
             )
 
+    def rope_frequencies(self) -> tuple[float, ...]:
+        """The rotary frequencies of the head_dim / 2 planes of a head, radians a position."""
+        planes = range(self.head_dim // 2)
+        plain = [self.rope_theta ** (-2.0 * i / self.head_dim) for i in planes]
+        scaling = self.rope_scaling
+        return tuple(plain if scaling is None else map(scaling.scale, plain))
+
     def layer_params(self) -> int:
         """Elements of one layer."""
-        leaves = [x for x in self.spec(Head.LM) if x.name.startswith(LAYER_PREFIX)]
-        return sum(x.num_elements for x in leaves) // self.num_layers
+        return sum(x.num_elements for x in self._layer_leaves()) // self.num_layers
+
+    def _layer_leaves(self) -> list[LeafSpec]:
+        return [x for x in self.spec(Head.LM) if x.name.startswith(LAYER_PREFIX)]
 
     def num_params(self, head: Head) -> int:
         """Elements of the whole model."""
@@ -130,11 +207,19 @@ class DecoderConfig:
           mean_context: mean number of positions that a token attends to.
           head_tokens: tokens whose vocabulary projection is computed (0 for a scalar head).
         """
-        matrices = self.layer_params() - 2 * self.embed_dim
-        attention = 4.0 * mean_context * self.num_heads * self.head_dim
-        layers = num_tokens * self.num_layers * (2.0 * matrices + attention)
+        matrices = sum(x.num_elements for x in self._layer_leaves() if len(x.shape) == 3)
+        attention = 4.0 * mean_context * self.num_heads * self.head_dim * self.num_layers
+        layers = num_tokens * (2.0 * matrices + attention)
         return layers + 2.0 * head_tokens * self.vocab_size * self.embed_dim
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of keys and values that one token leaves in the cache, all layers and heads."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+
+def _check_positive(sizes: LinearRope | Llama3Rope | DecoderConfig) -> None:
+    """Raises ValueError if a number of a dataclass is not positive."""
+    for field in dataclasses.fields(sizes):
+        value = getattr(sizes, field.name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
+            raise ValueError(f"{field.name} must be positive, got {value!r}")

@@ -11,7 +11,7 @@ Shapes: B batch, S sequence, D embed, H query heads and G key/value heads held h
 query heads per key/value head, V vocabulary rows held here, L layers held here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,20 +22,21 @@ from nereus_jax.models.attention import causal_attention, match_heads
 from nereus_jax.models.mesh_axes import UNSHARDED, MeshAxes, axis_index, psum
 
 
-def rms_norm(x_BSD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
-    """x * rsqrt(mean(x^2) + eps) * scale, computed in float32 (Zhang and Sennrich 2019)."""
-    x32 = x_BSD.astype(jnp.float32)
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """x * rsqrt(mean(x^2) + eps) * scale over the last dim, computed in float32 (Zhang and Sennrich
+    2019)."""
+    x32 = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    scale = scale_D.astype(jnp.float32)[None, None, :]
-    return (x32 * inverse * scale).astype(x_BSD.dtype)
+    scale = jnp.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))
+    return (x32 * inverse * scale).astype(x.dtype)
 
 
 def rope_tables(
-    positions_BS: jax.Array, head_dim: int, theta: float
+    positions_BS: jax.Array, frequencies: Sequence[float]
 ) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [B, S, 1, K/2] of the rotary angles position * theta^(-2i/K) (Su et al. 2021)."""
-    inverse_K = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angles = positions_BS.astype(jnp.float32)[:, :, None, None] * inverse_K[None, None, None, :]
+    """cos and sin [B, S, 1, K/2] of the rotary angles position * frequency (Su et al. 2021)."""
+    frequencies_K = jnp.asarray(frequencies, jnp.float32)
+    angles = positions_BS.astype(jnp.float32)[:, :, None, None] * frequencies_K[None, None, None, :]
     return jnp.cos(angles), jnp.sin(angles)
 
 
@@ -68,6 +69,11 @@ class Block(nnx.Module):
     gate: nnx.Param
     up: nnx.Param
     down: nnx.Param
+    q_bias: nnx.Param
+    k_bias: nnx.Param
+    v_bias: nnx.Param
+    q_norm: nnx.Param
+    k_norm: nnx.Param
 
     def __init__(self, config: DecoderConfig, axes: MeshAxes, dtype: str, rngs: nnx.Rngs):
         self.config = config
@@ -82,11 +88,15 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Rotated queries [B, S, H, K] and keys [B, S, G, K], and values [B, S, G, K]."""
         batch, length, _ = x_BSD.shape
-        h_BSD = rms_norm(x_BSD, self.attn_norm[...], self.config.norm_eps)
-        q, k, v = (
-            linear(h_BSD, w[...]).reshape(batch, length, -1, self.config.head_dim)
-            for w in (self.q, self.k, self.v)
-        )
+        eps = self.config.norm_eps
+        h_BSD = rms_norm(x_BSD, self.attn_norm[...], eps)
+        flat = [linear(h_BSD, w[...]) for w in (self.q, self.k, self.v)]
+        if self.config.qkv_bias:
+            biases = (self.q_bias, self.k_bias, self.v_bias)
+            flat = [x + b[...][None, None, :] for x, b in zip(flat, biases, strict=True)]
+        q, k, v = (x.reshape(batch, length, -1, self.config.head_dim) for x in flat)
+        if self.config.qk_norm:
+            q, k = rms_norm(q, self.q_norm[...], eps), rms_norm(k, self.k_norm[...], eps)
         return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
 
     def match_heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -182,7 +192,7 @@ class Decoder(nnx.Module):
 
     def rope(self, positions_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Rotary tables for positions [B or 1, S]."""
-        return rope_tables(positions_BS, self.config.head_dim, self.config.rope_theta)
+        return rope_tables(positions_BS, self.config.rope_frequencies())
 
     def normalize(self, x_BSD: jax.Array) -> jax.Array:
         """The final norm."""
@@ -207,10 +217,11 @@ def _param(name: str, shape: tuple[int, ...], dtype: str, rngs: nnx.Rngs) -> nnx
 
 
 def initial_values(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
-    """Initial values of a leaf: ones for norms, zeros for a scalar head, else normal(0, 0.02)."""
+    """Initial values of a leaf: ones for norms, zeros for biases and a scalar head, else
+    normal(0, 0.02)."""
     if name.endswith("norm"):
         return jnp.ones(shape, jnp.float32)
-    if name == "scalar_head":
+    if name == "scalar_head" or name.endswith("bias"):
         return jnp.zeros(shape, jnp.float32)
     return 0.02 * jax.random.normal(key, shape, jnp.float32)
 

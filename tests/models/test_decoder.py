@@ -15,6 +15,7 @@ from flax import nnx
 from nereus_jax.core.architectures import DecoderConfig, Head
 from nereus_jax.core.layout import KV, KVR, ParallelLayout
 from nereus_jax.core.plan import Placement
+from nereus_jax.core.presets import PRESETS
 from nereus_jax.core.roles import ACTOR_TRAIN
 from nereus_jax.models import attention
 from nereus_jax.models.decoder import (
@@ -41,7 +42,13 @@ CONFIG = DecoderConfig(
 )
 B, S = 3, 9
 HEADS = pytest.mark.parametrize("head", list(Head), ids=str)
-TIES = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+VARIANTS = (
+    {},
+    {"tie_embeddings": False},
+    {"qkv_bias": True},
+    {"qk_norm": True},
+    {"qkv_bias": True, "qk_norm": True, "tie_embeddings": False},
+)
 
 
 @functools.cache
@@ -68,20 +75,28 @@ def rows(seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, CONFIG.vocab_size, (B, S))
 
 
-@HEADS
-@TIES
-def test_the_leaf_table_is_what_the_module_holds(head: Head, tied: bool):
-    config = dataclasses.replace(CONFIG, tie_embeddings=tied)
-    spec = config.spec(head, "bfloat16")
+def held_leaves(config: DecoderConfig, head: Head) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Name -> shape and dtype of what a module has, which is parameters and nothing else."""
     module = nnx.eval_shape(lambda: Decoder(config, head, dtype="bfloat16", rngs=nnx.Rngs(0)))
     held = {
         ".".join(str(p) for p in path): leaf.get_value()
         for path, leaf in nnx.to_flat_state(nnx.state(module, nnx.Param))
     }
-    assert {n: (x.shape, str(x.dtype)) for n, x in held.items()} == {
-        leaf.name: (leaf.shape, leaf.dtype) for leaf in spec
-    }
     assert not nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param))), "no state but parameters"
+    return {name: (x.shape, str(x.dtype)) for name, x in held.items()}
+
+
+@HEADS
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(dataclasses.replace(CONFIG, **change) for change in VARIANTS),
+        *(pytest.param(config, id=name) for name, config in PRESETS.items()),
+    ],
+)
+def test_the_leaf_table_is_what_the_module_holds(head: Head, config: DecoderConfig):
+    spec = config.spec(head, "bfloat16")
+    assert held_leaves(config, head) == {leaf.name: (leaf.shape, leaf.dtype) for leaf in spec}
 
 
 @HEADS
@@ -146,10 +161,11 @@ def test_rows_and_right_padding_do_not_matter(head: Head):
 def test_only_differences_of_positions_matter_to_attention():
     rng = np.random.default_rng(0)
     q, k = (jnp.asarray(rng.normal(size=(1, 1, 1, 8)), jnp.float32) for _ in range(2))
+    frequencies = [1.0, 0.3, 0.1, 0.03]
 
     def score(q_position: int, k_position: int) -> float:
         q_tables, k_tables = (
-            rope_tables(jnp.full((1, 1), p), 8, 100.0) for p in (q_position, k_position)
+            rope_tables(jnp.full((1, 1), p), frequencies) for p in (q_position, k_position)
         )
         return float(jnp.sum(apply_rope(q, *q_tables) * apply_rope(k, *k_tables)))
 
@@ -165,7 +181,9 @@ def test_rope_rotates_complex_numbers():
     numbers = x[..., : head_dim // 2] + 1j * x[..., head_dim // 2 :]
     angles = positions[:, :, None, None] * theta ** (-2.0 * np.arange(head_dim // 2) / head_dim)
     expected = numbers * np.exp(1j * angles)
-    got = apply_rope(jnp.asarray(x), *rope_tables(jnp.asarray(positions), head_dim, theta))
+    config = dataclasses.replace(CONFIG, head_dim=head_dim, rope_theta=theta)
+    tables = rope_tables(jnp.asarray(positions), config.rope_frequencies())
+    got = apply_rope(jnp.asarray(x), *tables)
     both = np.concatenate([expected.real, expected.imag], axis=-1)
     np.testing.assert_allclose(got, both, atol=2e-4)
 
@@ -176,6 +194,9 @@ def test_rms_norm_by_hand():
     got = rms_norm(x, jnp.array([2.0, 1.0]), 0.0)
     np.testing.assert_allclose(got, [[[6 / 12.5**0.5, 4 / 12.5**0.5]]], rtol=1e-6)
     assert rms_norm(x.astype(jnp.bfloat16), jnp.ones(2), 1e-5).dtype == jnp.bfloat16
+    heads = jnp.tile(x[:, :, None, :], (1, 1, 3, 1))
+    each = rms_norm(heads, jnp.array([2.0, 1.0]), 0.0)
+    np.testing.assert_array_equal(each, jnp.tile(got[:, :, None, :], (1, 1, 3, 1)))
 
 
 @pytest.mark.parametrize("query_block", [1, 4, 5])
