@@ -106,7 +106,7 @@ def write(
     tensors: Mapping[str, tuple[tuple[int, ...], Callable[[], np.ndarray]]],
     dtype: str,
 ) -> None:
-    """Writes a file, one tensor in memory at a time; it appears under its name only when complete.
+    """Writes a file, one tensor in memory at a time, and waits until it is on the disk.
 
     Args:
       path: the file.
@@ -127,15 +127,16 @@ def write(
         yield len(header).to_bytes(_LENGTH_BYTES, "little")
         yield header
         for name, (shape, make) in tensors.items():
-            tensor = np.ascontiguousarray(make(), dtype=kind)
-            if tensor.shape != shape:
-                raise ValueError(f"{name} must have shape {shape}, got {tensor.shape}")
+            made = make()
+            if made.shape != shape:
+                raise ValueError(f"{name} must have shape {shape}, got {made.shape}")
+            tensor = np.ascontiguousarray(made, dtype=kind)
+            del made  # the next tensor is made while this frame is still there
             yield tensor.reshape(-1).view(np.uint8).data
+            del tensor
 
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
+    with path.open("wb") as file:
         for chunk in chunks():
             file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(partial, path)

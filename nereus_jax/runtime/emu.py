@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from nereus_jax.core.architectures import DecoderConfig, Head
-from nereus_jax.core.emu_spec import EmuSpec, LeafSpec, ShardingRules
+from nereus_jax.core.architectures import LAYER_PREFIX, DecoderConfig, Head
+from nereus_jax.core.emu_spec import Box, EmuSpec, LeafSpec, ShardingRules
 from nereus_jax.core.layout import MESH_AXES
 from nereus_jax.core.plan import Placement
 from nereus_jax.core.roles import ModelStage
@@ -105,10 +105,13 @@ def load(
 ) -> Params:
     """Fills a mesh from a source of tensors, each device's shard read on its own.
 
+    The host holds one shard of one leaf at a time; what several devices hold is read once.
+
     Args:
       spec: the leaves wanted.
       site: where they go.
-      read: (leaf name, index in logical coordinates) -> values; called for local devices only.
+      read: (leaf name, index in logical coordinates) -> values; called for local devices only, and
+        for one layer at a time.
     """
     return {leaf.name: _load_leaf(leaf, spec.rules, site, read) for leaf in spec}
 
@@ -120,20 +123,42 @@ def _load_leaf(
     read: Callable[[str, tuple[slice, ...]], np.ndarray],
 ) -> jax.Array:
     padded = leaf.padded_shape(rules, site.mesh_shape)
-    dtype = jnp.dtype(leaf.dtype)
-
-    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None  # jax's type allows for more than it passes
-        ranges = [s.indices(n)[:2] for s, n in zip(index, padded, strict=True)]
-        inside = [(min(a, n), min(b, n)) for (a, b), n in zip(ranges, leaf.shape, strict=True)]
-        block = np.zeros([b - a for a, b in ranges], dtype)
-        if math.prod(b - a for a, b in inside):
-            values = read(leaf.name, tuple(slice(a, b) for a, b in inside))
-            block[tuple(slice(0, b - a) for a, b in inside)] = values.astype(dtype)
-        return block
-
     sharding = site.leaf_sharding(leaf, rules)
-    return jax.make_array_from_callback(padded, sharding, shard, dtype=dtype)
+    holders: dict[Box, list[DeviceHandle]] = {}
+    for device, index in sharding.addressable_devices_indices_map(padded).items():
+        assert index is not None  # jax's type allows for more than it returns
+        box = tuple(s.indices(n)[:2] for s, n in zip(index, padded, strict=True))
+        holders.setdefault(box, []).append(device)
+
+    def put(box: Box, devices: list[DeviceHandle]) -> list[jax.Array]:
+        block = _read_box(leaf, box, read)
+        copies = [jax.device_put(block, device, may_alias=False) for device in devices]
+        # Transfers are asynchronous and keep the block: wait, so that there is one at a time.
+        return jax.block_until_ready(copies)
+
+    shards = [shard for box, devices in holders.items() for shard in put(box, devices)]
+    return jax.make_array_from_single_device_arrays(
+        padded, sharding, shards, dtype=jnp.dtype(leaf.dtype)
+    )
+
+
+def _read_box(
+    leaf: LeafSpec, box: Box, read: Callable[[str, tuple[slice, ...]], np.ndarray]
+) -> np.ndarray:
+    """A box of the padded leaf: what is inside the logical shape is read, the rest is zero."""
+    inside = [(min(a, n), min(b, n)) for (a, b), n in zip(box, leaf.shape, strict=True)]
+    block = np.zeros([b - a for a, b in box], jnp.dtype(leaf.dtype))
+    if not math.prod(b - a for a, b in inside):
+        return block
+    first, last = inside[0]
+    step = 1 if leaf.name.startswith(LAYER_PREFIX) else last - first
+    for start in range(first, last, step):
+        rows = (start, start + step)
+        values = read(leaf.name, tuple(slice(a, b) for a, b in (rows, *inside[1:])))
+        offset = start - box[0][0]
+        target = (slice(offset, offset + step), *(slice(0, b - a) for a, b in inside[1:]))
+        block[target] = values  # rounded to the leaf's dtype
+    return block
 
 
 def live_bytes_per_device(arrays: Mapping[str, jax.Array]) -> dict[DeviceHandle, int]:

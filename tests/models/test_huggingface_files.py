@@ -145,7 +145,6 @@ def test_config(tmp_path):
             "MistralForCausalLM is not supported; supp.*Llama",
         ),
         ({"architectures": ...}, r"architecture \(none\) is not supported"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling = .* is not supported"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters of type 'yarn'"),
         ({"rope_parameters": "yarn"}, "rope_parameters must be an object"),
         ({"attention_bias": True}, "attention_bias = True is not supported; supported: False"),
