@@ -338,7 +338,7 @@ def _check_cast(name: str, source: Any, target: Any, allow_range_loss: bool) -> 
 
 
 def _loses_range(source: Any, target: Any) -> bool:
-    """Whether some finite value of `source` lies beyond the largest of `target`."""
+    """Whether `target` does not reach as far as the finite values of `source`."""
     order = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
     rank = [
         next(i for i, kind in enumerate(order) if jnp.issubdtype(d, kind)) for d in (source, target)
@@ -347,6 +347,8 @@ def _loses_range(source: Any, target: Any) -> bool:
         return True
     if rank[0] == 0:
         return False
+    if rank[0] >= 2:  # by exponents: bfloat16 ends a little before float32, but reaches as far
+        return bool(jnp.finfo(source).maxexp > jnp.finfo(target).maxexp)
     low, high = _range(source)
     lowest, highest = _range(target)
     return low < lowest or high > highest

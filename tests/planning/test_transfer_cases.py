@@ -237,8 +237,8 @@ def lacking_bytes(source: LeafTiling, target: LeafTiling) -> int:
     ("before", "after"),
     [
         (ParallelLayout(16, 8, 8), ParallelLayout(64, 1, 16)),
-        (ParallelLayout(32, 4, 8), ParallelLayout(128, 1, 8)),
-        (ParallelLayout(8, 16, 8), ParallelLayout(7, 16, 8)),
+        pytest.param(ParallelLayout(32, 4, 8), ParallelLayout(128, 1, 8), marks=pytest.mark.slow),
+        pytest.param(ParallelLayout(8, 16, 8), ParallelLayout(7, 16, 8), marks=pytest.mark.slow),
     ],
     ids=str,
 )
