@@ -118,7 +118,7 @@ class RewardConfig:
     function: str = ""
     """Dotted name of a reward function, 'package.module.function'."""
     model_path: str = ""
-    """Hugging Face directory of a reward model (LlamaForSequenceClassification with one label); it
+    """Hugging Face directory of a reward model (a ...ForSequenceClassification with one label); it
     reads the actor's tokens, so its tokenizer must be the same."""
     success_threshold: FiniteFloat = 1.0
     """A reward of at least this counts as a success in the metrics."""
