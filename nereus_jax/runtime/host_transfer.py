@@ -20,7 +20,7 @@ from nereus_jax.core.devices import DeviceId
 from nereus_jax.core.errors import ReshardError
 from nereus_jax.core.tiling import LeafTiling, Position, overlaps_1d, same_blocks
 from nereus_jax.core.transfer import TransferSchedule
-from nereus_jax.runtime.executor import DeviceBlocks
+from nereus_jax.runtime.flat_mesh import DeviceBlocks
 from nereus_jax.runtime.host import aligned_empty
 from nereus_jax.runtime.world import DeviceHandle
 

@@ -79,21 +79,16 @@ class BoxAt:
         """The values in the box."""
         if self.extent == block.shape:
             return block
-        offset = [c.read(row) for c in self.offset]
-        values = lax.dynamic_slice(to_movable(block), offset, self.extent)
-        return from_bits(values, str(block.dtype))
+        return lax.dynamic_slice(block, [c.read(row) for c in self.offset], self.extent)
 
     def write(self, block: jax.Array, values: jax.Array, row: jax.Array) -> jax.Array:
         """The block with the values in the box, if this device is active."""
-        dtype = str(block.dtype)
-        new = to_movable(values)
         if self.active.index >= 0:
             is_active = self.active.read(row) > 0
-            new = jnp.where(is_active, new, to_movable(self.read(block, row)))
-        if self.extent != block.shape:
-            offset = [c.read(row) for c in self.offset]
-            new = lax.dynamic_update_slice(to_movable(block), new, offset)
-        return from_bits(new, dtype)
+            values = jnp.where(is_active, values, self.read(block, row))
+        if self.extent == block.shape:
+            return values
+        return lax.dynamic_update_slice(block, values, [c.read(row) for c in self.offset])
 
 
 def box_at(
@@ -118,12 +113,20 @@ def box_at(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafShape:
-    """What a program has to know of a leaf's blocks."""
+    """What a program has to know of a leaf's blocks.
+
+    Attributes:
+      source, target: shapes of the blocks.
+      source_dtype, target_dtype: of the values.
+      source_held, target_held: of the programs' arguments and results: those, or their bits.
+    """
 
     source: tuple[int, ...]
     source_dtype: str
+    source_held: str
     target: tuple[int, ...]
     target_dtype: str
+    target_held: str
 
     @property
     def wire_dtype(self) -> str:
@@ -141,9 +144,11 @@ class LocalCopies:
 
     def run(self, sources: Blocks, shapes: Mapping[int, LeafShape], row: jax.Array) -> Blocks:
         """The new blocks of all leaves: zeros, and what the devices have of them."""
-        targets = {i: jnp.zeros(shape.target, shape.target_dtype) for i, shape in shapes.items()}
+        targets = {i: jnp.zeros(shape.target, shape.target_held) for i, shape in shapes.items()}
         for read, write in zip(self.reads, self.writes, strict=True):
-            values = read.read(sources[read.leaf], row).astype(shapes[read.leaf].target_dtype)
+            shape = shapes[read.leaf]
+            values = read.read(sources[read.leaf], row)
+            values = recast(values, shape.source_dtype, shape.target_dtype, shape.target_held)
             targets[write.leaf] = write.write(targets[write.leaf], values, row)
         return targets
 
@@ -156,17 +161,20 @@ class ExchangeBoxes:
     reads: tuple[BoxAt, ...]
     writes: tuple[BoxAt, ...]
     forwards: bool
+    """Whether the senders read their new blocks."""
 
     def pack(self, sources: Blocks, shapes: Mapping[int, LeafShape], row: jax.Array) -> Payload:
         """What this device sends."""
         payload = {key: jnp.zeros(*shape) for key, shape in self.payload_shapes(shapes).items()}
         used = dict.fromkeys(payload, 0)
         for read in self.reads:
-            wire = shapes[read.leaf].wire_dtype
-            values = to_bits(read.read(sources[read.leaf], row).astype(wire))[None]
-            key = payload_key(wire_kind(wire), read.extent)
+            shape = shapes[read.leaf]
+            wire, kind = shape.wire_dtype, wire_kind(shape.wire_dtype)
+            dtype = shape.target_dtype if self.forwards else shape.source_dtype
+            values = recast(read.read(sources[read.leaf], row), dtype, wire, kind)
+            key = payload_key(kind, read.extent)
             at = (used[key], *[0] * len(read.extent))
-            payload[key] = lax.dynamic_update_slice(payload[key], values, at)
+            payload[key] = lax.dynamic_update_slice(payload[key], values[None], at)
             used[key] += 1
         return payload
 
@@ -185,7 +193,7 @@ class ExchangeBoxes:
             key = payload_key(wire_kind(shape.wire_dtype), write.extent)
             values = payload[key][used[key]]
             used[key] += 1
-            values = from_bits(values, shape.wire_dtype).astype(shape.target_dtype)
+            values = recast(values, shape.wire_dtype, shape.target_dtype, shape.target_held)
             targets[write.leaf] = write.write(targets[write.leaf], values, row)
         return targets
 
@@ -212,11 +220,10 @@ def send(payload: Payload, pairs: Sequence[tuple[int, int]], rows: Mapping[int, 
     permutation = [(rows[sender], rows[receiver]) for sender, receiver in pairs]
 
     def permuted(values: jax.Array) -> jax.Array:
-        # Whole blocks come as they are. XLA sends no float8_e4m3 with NCCL, and bfloat16 between
-        # CPU devices as float32. On GPUs the casts to bits and back cost nothing.
-        is_small = values.dtype.itemsize <= 2 and jnp.issubdtype(values.dtype, jnp.floating)
-        sent = lax.ppermute(to_bits(values) if is_small else values, AXIS, permutation)
-        return from_bits(sent, str(values.dtype))
+        # Whole blocks come as they are, and XLA sends no float8_e4m3 with NCCL. On GPUs the casts
+        # to bits and back cost nothing.
+        bits = to_bits(values) if is_small_float(str(values.dtype)) else values
+        return from_bits(lax.ppermute(bits, AXIS, permutation), str(values.dtype))
 
     return {k: permuted(v) for k, v in payload.items()}
 
@@ -227,10 +234,17 @@ def wire_kind(dtype: str) -> str:
     return str(kind) if kind.itemsize >= 4 else f"uint{8 * kind.itemsize}"
 
 
-def to_movable(values: jax.Array) -> jax.Array:
-    """float8 as bits, since CPUs slice it as float16, which changes NaNs; others as they are."""
-    is_float8 = values.dtype.itemsize == 1 and jnp.issubdtype(values.dtype, jnp.floating)
-    return to_bits(values) if is_float8 else values
+def is_small_float(dtype: str) -> bool:
+    """Whether backends may compute with a wider dtype, which changes NaNs and tiny values."""
+    kind = jnp.dtype(dtype)
+    return kind.itemsize <= 2 and jnp.issubdtype(kind, jnp.floating)
+
+
+def recast(values: jax.Array, source: str, target: str, held: str) -> jax.Array:
+    """Values of dtype `source`, or their bits, as dtype `target`, held as that or as its bits."""
+    if source != target:
+        values = from_bits(values, source).astype(target)
+    return from_bits(values, target) if held == target else to_bits(values)
 
 
 def to_bits(values: jax.Array) -> jax.Array:
@@ -251,8 +265,15 @@ def from_bits(values: jax.Array, dtype: str) -> jax.Array:
 class BoxMaker:
     """Turns a schedule's boxes into boxes inside the blocks of devices."""
 
-    def __init__(self, schedule: TransferSchedule) -> None:
+    def __init__(self, schedule: TransferSchedule, *, as_bits: bool) -> None:
+        """Takes a schedule.
+
+        Args:
+          schedule: what moves.
+          as_bits: whether programs hold small floats as integers of the same bits.
+        """
         self._schedule = schedule
+        self._as_bits = as_bits
         self._index = {d: i for i, d in enumerate(schedule.devices)}
         self._positions: dict[tuple[int, int], Mapping[int, tuple[int, ...]]] = {}
 
@@ -262,9 +283,15 @@ class BoxMaker:
         return LeafShape(
             source=source.local_shape,
             source_dtype=source.dtype,
+            source_held=self.held_dtype(source.dtype),
             target=target.local_shape,
             target_dtype=target.dtype,
+            target_held=self.held_dtype(target.dtype),
         )
+
+    def held_dtype(self, dtype: str) -> str:
+        """The dtype in which programs hold blocks of this one."""
+        return wire_kind(dtype) if self._as_bits and is_small_float(dtype) else dtype
 
     def local_copies(self, leaves: Sequence[int], table: OffsetTable) -> LocalCopies:
         """What the devices of the table have of these leaves already."""

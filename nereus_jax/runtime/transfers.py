@@ -18,7 +18,8 @@ from nereus_jax.core.devices import DeviceId
 from nereus_jax.core.errors import ReshardError
 from nereus_jax.core.transfer import TransferSchedule
 from nereus_jax.runtime.compile_queue import CompileCost, CompileQueue, Compiling, compile_now
-from nereus_jax.runtime.executor import CollectiveTransfer, DeviceBlocks
+from nereus_jax.runtime.executor import CollectiveTransfer
+from nereus_jax.runtime.flat_mesh import DeviceBlocks
 from nereus_jax.runtime.host_transfer import HostTransfer
 from nereus_jax.runtime.world import DeviceHandle
 

@@ -1,4 +1,4 @@
-"""The dataflow of the algorithms: what waits for what, for every variant, and what a workflow refuses."""
+"""The dataflow of the algorithms: what waits for what, and what a workflow refuses."""
 
 import itertools
 

@@ -73,7 +73,7 @@ def test_bits_that_differ_are_found() -> None:
     import jax
 
     end = checks.ends_of(jax.devices("cpu"))["tp"]
-    tree = checks.tree_of_bits(end)
+    tree = checks.tree_of_bits()
     arrays = checks.put(tree, end)
     assert checks.differing(arrays, tree, end) == []
     changed = tree["bfloat16"].copy()
