@@ -49,7 +49,7 @@ T = S - P
 # padded layers with tp that does not divide the key/value heads.
 LAYOUTS = [
     ((1, 1, 6), False),
-    ((4, 2, 1), True),
+    ((2, 2, 1), True),
     pytest.param((1, 2, 2), False, marks=pytest.mark.slow),
 ]
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1)
