@@ -7,6 +7,7 @@ from nereus_jax.config.data_files import find_data_files
 from nereus_jax.config.plan_entry import PlanEntry, check_plan_against_model, divisors
 from nereus_jax.config.schema import RunConfig
 from nereus_jax.core.errors import ConfigError
+from nereus_jax.core.presets import preset
 from nereus_jax.core.workflow import ALGORITHMS
 
 MODEL_STAGES = (
@@ -75,6 +76,9 @@ def _check_model(config: RunConfig) -> None:
     model = config.model
     if model.path:
         _check_path("model.path", model.path, Path.is_dir, "directory with config.json and weights")
+        return
+    if model.preset:
+        preset(model.preset)
         return
     missing = [name for name in _SIZES if getattr(model, name) == 0]
     _require(
@@ -273,7 +277,8 @@ def _check_plan(config: RunConfig) -> None:
             _check_microbatches(config, name, entry)
     if not config.model.path:
         own = {name: entry for name, entry in plan.items() if name != "reward-SCORE"}
-        check_plan_against_model(own, config.model.num_heads, config.model.num_layers)
+        sizes = preset(config.model.preset) if config.model.preset else config.model
+        check_plan_against_model(own, sizes.num_heads, sizes.num_layers)
 
 
 def check_run(config: RunConfig) -> None:

@@ -34,6 +34,9 @@ class ModelConfig:
     path: str = ""
     """Hugging Face directory; its config.json then gives the sizes and the ones here are not read.
     Empty: a model with random weights of the sizes below."""
+    preset: str = ""
+    """A published model, such as 'llama3-8b', whose sizes a random model takes in place of the
+    ones here: to see what a run would need without its weights."""
     num_layers: NonNegativeInt = 0
     """Decoder layers; > 0 without `path`."""
     embed_dim: NonNegativeInt = 0
@@ -325,6 +328,9 @@ class RunConfig:
     """Seed of initialization, data order and sampling; 32 bits."""
     emulated_devices: NonNegativeInt = 0
     """N > 0: run on N emulated CPU devices per process; 0: on the real ones."""
+    device_memory_gib: NonNegativeFloat = 0.0
+    """Memory that the plan must fit in, on every device; 0: what the device has. With it
+    `--dry-run` says on emulated devices whether a plan fits GPUs that are not there."""
     compilation_cache_dir: str = ""
     """Directory of the persistent compilation cache; empty: none."""
     model: ModelConfig

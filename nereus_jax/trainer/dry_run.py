@@ -25,12 +25,13 @@ def dry_run(job: Job) -> None:
     Raises:
       InfeasiblePlanError: the state alone, or the state and the compiled temporaries, do not fit.
     """
-    check_memory(job, stage_bytes(job))  # the state alone, before minutes of compilation
+    # The state alone, before minutes of compilation.
+    check_memory(job, stage_bytes(job), dry_run=True)
     compile_programs(job, warmup=True)
     stages = stage_bytes(job)
     if job.world.is_main:
         _report(job, stages)
-    check_memory(job, stages)
+    check_memory(job, stages, dry_run=True)
 
 
 def _report(job: Job, stages: Mapping[ModelStage, StageBytes]) -> None:
@@ -66,7 +67,9 @@ def _report(job: Job, stages: Mapping[ModelStage, StageBytes]) -> None:
     needs = device_bytes(job, stages)
     worst = max(needs, key=lambda d: needs[d])
     print(f"\nlargest device: {worst} with {gib(needs[worst])} (all held + largest temporary)")
-    if config.emulated_devices:
+    if config.device_memory_gib:
+        print(f"each may have {config.device_memory_gib:.2f} GiB (device_memory_gib)")
+    elif config.emulated_devices:
         here = [need for device, need in needs.items() if device.host == job.world.process_index]
         print(
             f"all {len(here)} emulated devices of this host: {gib(sum(here))} of "

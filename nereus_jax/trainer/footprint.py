@@ -104,8 +104,15 @@ def host_memory_bytes() -> int:
     return min(total, int(limit)) if limit.isdecimal() else total
 
 
-def check_memory(job: Job, stages: Mapping[ModelStage, StageBytes]) -> None:
+def check_memory(
+    job: Job, stages: Mapping[ModelStage, StageBytes], *, dry_run: bool = False
+) -> None:
     """Compares a run's bytes with the memory there is.
+
+    Args:
+      job: the run.
+      stages: what its model-stages need.
+      dry_run: nothing will be allocated: with `device_memory_gib` the host's memory does not count.
 
     Raises:
       InfeasiblePlanError: they do not fit; the message names the device and the largest holder.
@@ -117,6 +124,15 @@ def check_memory(job: Job, stages: Mapping[ModelStage, StageBytes]) -> None:
         f"{gib(stages[worst].temporaries)} of temporaries on each of its devices; give it more "
         f"devices, a smaller microbatch, remat or zero1"
     )
+    budget = int(job.config.device_memory_gib * 2**30)
+    for device, need in needs.items():
+        if budget and need > budget:
+            raise InfeasiblePlanError(
+                f"device {device} needs {gib(need)}, device_memory_gib allows {gib(budget)}; "
+                f"{advice}"
+            )
+    if budget and dry_run:
+        return
     if job.config.emulated_devices:
         here = {d: n for d, n in needs.items() if d.host == job.world.process_index}
         total, there = sum(here.values()), host_memory_bytes()

@@ -22,6 +22,7 @@ from nereus_jax.core.emu_spec import EmuSpec
 from nereus_jax.core.errors import ConfigError, DataError
 from nereus_jax.core.layout import ParallelLayout
 from nereus_jax.core.plan import Placement, Plan
+from nereus_jax.core.presets import preset
 from nereus_jax.core.roles import (
     ACTOR_GENERATE,
     ACTOR_SCORE,
@@ -175,6 +176,8 @@ def _model_config(config: RunConfig, tokenizer: Tokenizer) -> DecoderConfig:
     sizes = config.model
     if sizes.path:
         model = huggingface.read_config(Path(sizes.path).expanduser())
+    elif sizes.preset:
+        model = preset(sizes.preset)
     else:
         model = DecoderConfig(
             num_layers=sizes.num_layers,
