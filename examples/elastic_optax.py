@@ -5,7 +5,6 @@ python examples/elastic_optax.py --static    # no change: the same losses
 """
 
 import sys
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,85 +15,67 @@ from jax.sharding import PartitionSpec as P
 
 import nereus_jax
 
-# Eight emulated devices to try it on; leave these two lines out where there are real ones.
-jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_platforms", "cpu")  # leave out these two lines where there are real devices
 jax.config.update("jax_num_cpu_devices", 8)
 
-OPTIMIZER = optax.adam(1e-2)
 SPECS = {"w1": P(None, "model"), "b1": P("model"), "w2": P("model", None)}
+optimizer = optax.adam(1e-2)
 
 
-def make_mesh(data: int, model: int) -> Mesh:
-    """A mesh of the first data x model devices."""
-    return Mesh(np.array(jax.devices()[: data * model]).reshape(data, model), ("data", "model"))
-
-
-def layout(state: Any, mesh: Mesh) -> Any:
+def layout(state, data, model):
     """A sharding for each leaf of (params, opt_state): a moment lies as its parameter does."""
+    mesh = Mesh(np.array(jax.devices()[: data * model]).reshape(data, model), ("data", "model"))
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: NamedSharding(mesh, SPECS.get(getattr(path[-1], "key", ""), P())), state
+    )
 
-    def sharding(path: Any, leaf: Any) -> NamedSharding:
-        return NamedSharding(mesh, SPECS.get(getattr(path[-1], "key", ""), P()))
 
-    return jax.tree_util.tree_map_with_path(sharding, state)
-
-
-def loss_of(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+def loss_of(params, x, y):
     """The mean squared error of a small MLP."""
     hidden = jax.nn.gelu(x @ params["w1"] + params["b1"][None])
     return jnp.mean((hidden @ params["w2"] - y) ** 2)
 
 
-def update(state: Any, x: jax.Array, y: jax.Array) -> Any:
-    """The next (params, opt_state), and the loss before it."""
-    params, opt_state = state
-    loss, gradients = jax.value_and_grad(loss_of)(params, x, y)
-    updates, opt_state = OPTIMIZER.update(gradients, opt_state, params)
-    return (optax.apply_updates(params, updates), opt_state), loss
+def train(state, shardings, batches):
+    """Trains on some batches, in a layout."""
 
+    @jax.jit
+    def step(state, x, y):
+        loss, gradients = jax.value_and_grad(loss_of)(state[0], x, y)
+        updates, opt_state = optimizer.update(gradients, state[1], state[0])
+        return jax.lax.with_sharding_constraint(
+            (optax.apply_updates(state[0], updates), opt_state), shardings
+        ), loss
 
-def fit(state: Any, mesh: Mesh, batches: Any) -> Any:
-    """Trains on some batches, in the layout of a mesh."""
-    step = jax.jit(update, donate_argnums=0, out_shardings=(layout(state, mesh), None))
+    mesh = shardings[0]["w1"].mesh
     for batch in batches:
         state, loss = step(state, *jax.device_put(batch, NamedSharding(mesh, P("data"))))
         print(f"{dict(mesh.shape)} loss {loss:.6f}")
     return state
 
 
-def train(meshes: list[Mesh]) -> None:
-    """Trains for ten steps on each of three meshes."""
-    rng = np.random.default_rng(0)
-    inputs = rng.standard_normal((30, 64, 16), np.float32)
-    batches = list(zip(inputs, np.sin(inputs.sum(-1, keepdims=True)), strict=True))
-    w1, w2 = rng.standard_normal((16, 256), np.float32), rng.standard_normal((256, 1), np.float32)
-    params = {"w1": w1 / 4, "b1": np.zeros(256, np.float32), "w2": w2 / 16}
-    first, second, third = meshes
+rng = np.random.default_rng(0)
+inputs = rng.standard_normal((30, 64, 16), np.float32)
+batches = list(zip(inputs, np.sin(inputs.sum(-1, keepdims=True)), strict=True))
+w1, w2 = rng.standard_normal((16, 256), np.float32), rng.standard_normal((256, 1), np.float32)
+params = {"w1": w1 / 4, "b1": np.zeros(256, np.float32), "w2": w2 / 16}
+state = params, optimizer.init(params)
+first = second = third = layout(state, 2, 4)
+if "--static" not in sys.argv:
+    second, third = layout(state, 4, 2), layout(state, 1, 4)
 
-    state = params, OPTIMIZER.init(params)
-    state = fit(jax.device_put(state, layout(state, first)), first, batches[:10])
+state = train(jax.device_put(state, first), first, batches[:10])
 
-    # Another layout, at once. The old arrays are freed while the new ones are made.
-    lacking = nereus_jax.TransitionProgram(state, layout(state, second)).wire_bytes
-    state = nereus_jax.reshard(state, layout(state, second), donate=True)
-    print(f"moved {lacking} bytes")
+# Another layout, at once: old arrays are freed while new ones are made.
+state = nereus_jax.reshard(state, second, donate=True)
 
-    # Other devices, with notice: what moves the state is compiled while training goes on. Emulated
-    # devices of one process would move it through the host; "collective" is what real ones do.
-    queue = nereus_jax.CompileQueue()
-    program = nereus_jax.TransitionProgram(
-        state, layout(state, third), donate=True, path="collective"
-    )
-    program.compile(queue)
-    state = fit(state, second, batches[10:20])
-    state = program(state)
-    queue.close()
-    cost = program.cost
-    print(f"moved {program.wire_bytes} bytes")
-    print(f"compiled for {cost.compile_s:.2f} s, waited {cost.exposed_compile_s:.2f} s for it")
-    fit(state, third, batches[20:])
-
-
-if __name__ == "__main__":
-    whole = make_mesh(data=2, model=4)
-    changed = [whole, make_mesh(data=4, model=2), make_mesh(data=1, model=4)]
-    train([whole] * 3 if "--static" in sys.argv else changed)
+# Other devices, with notice: the program that moves the state is compiled while training goes on.
+queue = nereus_jax.CompileQueue()
+move = nereus_jax.TransitionProgram(state, third, donate=True, path="collective")
+move.compile(queue)
+state = train(state, second, batches[10:20])
+state = move(state)
+print(f"moved {move.wire_bytes} bytes between devices")
+print(f"compiled for {move.cost.compile_s:.2f} s, waited {move.cost.exposed_compile_s:.2f} s")
+train(state, third, batches[20:])
+queue.close()

@@ -46,5 +46,5 @@ def test_elastic_optax_trains_as_it_does_without_a_change() -> None:
     assert len(changed) == 30
     np.testing.assert_allclose(changed, static, rtol=1e-4)
     assert min(changed[20:]) < changed[0]
-    # The weights and moments of which a device lacks a part.
-    assert all(moved[0]) and not any(moved[1]) and len(moved[0]) == 2
+    # On fewer devices each lacks a part of the weights and moments.
+    assert moved[0][0] > 0 and moved[1] == [0]
