@@ -60,10 +60,10 @@ def at_once() -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("layout", "max_num_seqs"),
     [
-        (ParallelLayout(1, 1, 2), 4),
         (ParallelLayout(2, 2, 1), 4),  # replicas of a pipeline wait for each other
-        (ParallelLayout(1, 3, 2), 6),
         (ParallelLayout(3, 1, 1), 3),  # 8 rows a replica, of which 2 only fill up
+        pytest.param(ParallelLayout(1, 1, 2), 4, marks=pytest.mark.slow),
+        pytest.param(ParallelLayout(1, 3, 2), 6, marks=pytest.mark.slow),
         pytest.param(ParallelLayout(2, 1, 4), 5, marks=pytest.mark.slow),
         pytest.param(ParallelLayout(2, 3, 1), 3, marks=pytest.mark.slow),
         pytest.param(ParallelLayout(1, 1, 1), 1, marks=pytest.mark.slow),

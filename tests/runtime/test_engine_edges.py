@@ -65,7 +65,9 @@ def generated(layout: tuple[int, int, int], num_rows: int) -> dict[str, np.ndarr
     return {name: x[:num_rows] for name, x in host.fetch(outputs).items()}
 
 
-@pytest.mark.parametrize("layout", [(4, 1, 2), (2, 2, 2)])
+@pytest.mark.parametrize(
+    "layout", [pytest.param((4, 1, 2), marks=pytest.mark.slow), (2, 2, 2)], ids=str
+)
 def test_replicas_may_stop_at_different_times(layout: tuple[int, int, int]):
     expected, got = generated((1, 1, 1), 4), generated(layout, 4)
     assert len(set(expected["lengths"])) >= 3, "the replicas run other numbers of steps"

@@ -26,7 +26,14 @@ def config_of(algorithm: str, prompts: int, count: int) -> Any:
     return config
 
 
-CASES = [("grpo", 4), ("rloo", 2), ("reinforce_pp", 1), ("reinforce_pp", 2), ("remax", 2)]
+CASES = [
+    ("grpo", 4),
+    ("remax", 2),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (("rloo", 2), ("reinforce_pp", 1), ("reinforce_pp", 2))
+    ),
+]
 
 
 @pytest.mark.parametrize(("algorithm", "count"), CASES)
