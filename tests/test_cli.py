@@ -96,6 +96,7 @@ def test_a_key_is_set_in_any_spelling(
     assert (rest["dry_run"], rest["distributed"].enabled) == (False, False)
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_the_bytes_of_each_model_stage(
     config_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -203,6 +203,8 @@ def fingerprint(config: RunConfig) -> str:
     fields: dict[str, Any] = dataclasses.asdict(model)
     for name in ("path", "compute_dtype", "matmul_precision", "max_positions"):
         del fields[name]
+    if not model.preset:
+        del fields["preset"]  # the fingerprints from before there were presets stay what they are
     if model.path:
         root = Path(model.path).expanduser().resolve()
         settings = root / "config.json"

@@ -91,6 +91,7 @@ class CheckpointStore:
                 ) from error
         self._quiet = contextlib.ExitStack()
         self._quiet.enter_context(quiet())
+        self._has_failed = False
         self._keep = keep
         self._steps = _manager(self._directory / STEPS, keep)
         self._frozen = _manager(self._directory / FROZEN, 1)
@@ -149,6 +150,8 @@ class CheckpointStore:
         finally:
             self._steps.close()
             self._frozen.close()
+            if self._has_failed:
+                self._quiet.pop_all()  # what failed may be told of until the process ends
             self._quiet.close()
 
     def read_meta(self, step: int) -> dict[str, Any]:
@@ -255,6 +258,7 @@ class CheckpointStore:
         except (OSError, ValueError) as error:  # tensorstore raises ValueError on a full disk
             what = f"the checkpoint of step {self._saving}" if name == STEPS else "the frozen model"
             self._saving = None
+            self._has_failed = True
             self._reopen(name)
             steps = finished_steps(self._directory)
             last = f"the last good one is step {steps[-1]}" if steps else "there is none before it"

@@ -123,7 +123,7 @@ def test_a_reference_and_numpy_numbers_are_values() -> None:
     ("key", "value", "parts"),
     [
         ("model.num_layer", 3, ["'model.num_layer'", "did you mean 'model.num_layers'?"]),
-        ("model.num_layer", 3, ["Known keys of 'model': path, num_layers, embed_dim"]),
+        ("model.num_layer", 3, ["Known keys of 'model': path, preset, num_layers, embe"]),
         ("algorithm.kl.coeff", 1.0, ["'algorithm.kl.coeff'", "mean 'algorithm.kl.coef'?"]),
         ("algorithm.kl.coeff", 1.0, ["Known keys of 'algorithm.kl': coef, place, estimator"]),
         ("algoritm", 1, ["'algoritm'", "mean 'algorithm'?", "Known keys at the top: num_steps"]),

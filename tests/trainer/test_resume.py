@@ -115,6 +115,7 @@ def test_a_finished_run_started_again_stays_as_it_is(
     assert finished_steps(workdir / "checkpoints") == finished_steps(finished_run / "checkpoints")
 
 
+@pytest.mark.slow
 def test_another_plan_and_device_count_take_the_same_step(
     nereus: Any, finished_run: Path, tmp_path: Path
 ) -> None:
