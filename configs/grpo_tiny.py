@@ -8,7 +8,7 @@ from nereus_jax.config import default_config
 def get_config() -> Any:
     """The run; every key can be set on the command line."""
     config = default_config()
-    config.num_steps = 48
+    config.num_steps = 144
     config.emulated_devices = 8
 
     config.model.num_layers = 3
@@ -39,7 +39,7 @@ def get_config() -> Any:
     config.algorithm.kl.place = "loss"
     config.algorithm.kl.estimator = "k3"
     config.algorithm.kl.coef = 0.001
-    config.algorithm.entropy_coef = 0.01
+    config.algorithm.entropy_coef = 0.003
     config.actor_optimizer.learning_rate = 7e-4
     config.actor_optimizer.schedule = "linear"
     config.train.microbatch_size = 32
@@ -48,6 +48,6 @@ def get_config() -> Any:
     config.plan["actor-GENERATE"] = "dp=8,pp=1,tp=1"
     config.plan["reference-SCORE"] = "dp=8,pp=1,tp=1"
 
-    config.eval.every = 12
+    config.eval.every = 24
     config.eval.num_prompts = 256
     return config
