@@ -66,7 +66,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from nereus_jax.runtime.world import form_world
 
     rows, places = arguments.rows, arguments.places
-    sizes = {"num_layers": 4, "embed_dim": 256, "num_heads": 8, "num_kv_heads": 4}
+    sizes: dict[str, Any] = {"num_layers": 4, "embed_dim": 256, "num_heads": 8, "num_kv_heads": 4}
     sizes |= {"head_dim": 32, "mlp_dim": 768, "vocab_size": 2048}
     if arguments.quick:
         rows, places = 32, 8

@@ -3,6 +3,8 @@
 Everything is closed form per leaf and device: the work grows with the boxes that move, never with
 devices x devices.
 """
+# pyright: reportUnknownMemberType=false
+# (numpy's own types of `concatenate`, `unique` and `flatnonzero` are partly unknown.)
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
