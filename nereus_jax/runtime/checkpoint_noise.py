@@ -13,6 +13,10 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol
 
+LOGGERS = ("absl", "asyncio")
+TENSORSTORE = ("OCDBT database", "[os_error_code=", "source locations='tensorstore")
+"""What a message of tensorstore, whose errors have no type of their own, has one of."""
+
 
 class _Unraisable(Protocol):
     @property
@@ -30,10 +34,10 @@ def quiet() -> Iterator[None]:
         if not _is_late_write(unraisable):
             before(unraisable)  # type: ignore[arg-type]
 
-    def is_other(record: logging.LogRecord) -> bool:
+    def is_other(record: logging.LogRecord) -> bool:  # an object of its own: it is taken off again
         return not _is_orbax(record)
 
-    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    loggers = [logging.getLogger(name) for name in LOGGERS]
     for logger in loggers:
         logger.addFilter(is_other)
     sys.unraisablehook = hook
@@ -44,6 +48,20 @@ def quiet() -> Iterator[None]:
             sys.unraisablehook = before
         for logger in loggers:
             logger.removeFilter(is_other)
+
+
+def stay_quiet() -> None:
+    """Silences the logged ones until the process ends.
+
+    After a save that failed, asyncio tells of its other writes when their tasks are collected,
+    which may be as late as the end of the process.
+    """
+    for name in LOGGERS:
+        logging.getLogger(name).addFilter(_is_not_orbax)
+
+
+def _is_not_orbax(record: logging.LogRecord) -> bool:
+    return not _is_orbax(record)
 
 
 def _is_late_write(unraisable: _Unraisable) -> bool:
@@ -60,6 +78,8 @@ def _is_late_write(unraisable: _Unraisable) -> bool:
 def _is_orbax(record: logging.LogRecord) -> bool:
     if record.name == "asyncio":
         error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, ValueError) and any(sign in str(error) for sign in TENSORSTORE):
+            return True  # raised where no Python frame is
         frames = error.__traceback__ if error else None
         while frames is not None:
             if _in_orbax(frames.tb_frame.f_code.co_filename):

@@ -47,7 +47,7 @@ from nereus_jax.runtime.checkpoint_files import (
     reason,
     sweep,
 )
-from nereus_jax.runtime.checkpoint_noise import quiet
+from nereus_jax.runtime.checkpoint_noise import quiet, stay_quiet
 
 ARRAYS, META, CHECKSUMS = "arrays", "meta", "checksums"
 
@@ -150,9 +150,9 @@ class CheckpointStore:
         finally:
             self._steps.close()
             self._frozen.close()
-            if self._has_failed:
-                self._quiet.pop_all()  # what failed may be told of until the process ends
             self._quiet.close()
+            if self._has_failed:
+                stay_quiet()
 
     def read_meta(self, step: int) -> dict[str, Any]:
         """The `meta` of a checkpoint.
