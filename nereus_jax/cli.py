@@ -176,6 +176,12 @@ def script() -> NoReturn:
     code = main()
     if code == INTERRUPTED:  # XLA, stopped in the middle of a compilation, crashes in a tidy exit
         os._exit(code)
+    jax = sys.modules.get("jax")
+    if code == 1 and jax is not None and jax.process_count() == 1:
+        # All is closed. In a tidy exit the libraries would tell of a full disk once more.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 
