@@ -11,7 +11,7 @@ or, to compile once and ahead of time and to know what it costs:
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ __all__ = ["CompileQueue", "EmuSpec", "TransferCost", "TransitionProgram", "resh
 
 PyTree = Any
 CACHED_PROGRAMS = 64
-PATHS = ("auto", "collective", "host")
+PATHS = get_args(Path)
 
 
 def reshard(

@@ -46,10 +46,8 @@ class CollectiveTransfer:
         on_cpu = all(handle.platform == "cpu" for handle in self._handles)
         self._boxes = BoxMaker(schedule, as_bits=on_cpu)
         compiler = TransferCompiler(schedule, handles, self._boxes)
-        start_s = time.perf_counter()
         self._batches = compiler.batches()
         self._first = compiler.first()
-        self.compile_s = time.perf_counter() - start_s
         self.programs: tuple[Executable, ...] = tuple(compiler.programs)
         """Everything that was compiled, in order of dispatch."""
 

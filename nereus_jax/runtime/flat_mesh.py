@@ -119,7 +119,3 @@ def unused(shape: tuple[int, ...], dtype: str, handle: DeviceHandle) -> jax.Arra
     if handle.platform == "cpu":
         return jax.device_put(aligned_empty(shape, jnp.dtype(dtype)), handle)
     return jnp.zeros(shape, dtype, device=handle)
-
-
-def _spec_of(value: jax.ShapeDtypeStruct) -> PartitionSpec:
-    return spec(value.shape)
