@@ -10,6 +10,7 @@ import numpy as np
 from nereus_jax.core.devices import DeviceId
 from nereus_jax.core.tiling import LeafTiling
 from nereus_jax.core.transfer import TransferSchedule
+from nereus_jax.runtime.dispatch import MAX_IN_FLIGHT
 from nereus_jax.runtime.flat_mesh import DeviceBlocks, Executable, FlatMesh
 from nereus_jax.runtime.transfer_bodies import Blocks, BoxMaker
 from nereus_jax.runtime.transfer_programs import (
@@ -20,9 +21,6 @@ from nereus_jax.runtime.transfer_programs import (
     whole_key,
 )
 from nereus_jax.runtime.world import DeviceHandle
-
-MAX_IN_FLIGHT = 8
-"""Programs that may be unfinished: more than 32 collective ones deadlock emulated CPU devices."""
 
 
 class CollectiveTransfer:
