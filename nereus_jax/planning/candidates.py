@@ -1,0 +1,206 @@
+"""Ways to run one model-stage, as arrays: layouts with their microbatches and memory choices.
+
+One row is one candidate. Objects are made only of the few that a search returns; a thousand devices
+give some ten thousand rows a model-stage, which numpy prices at once.
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nereus_jax.core.architectures import DecoderConfig
+from nereus_jax.core.hardware import Hardware
+from nereus_jax.core.layout import ParallelLayout
+from nereus_jax.core.roles import ModelStage, Stage
+from nereus_jax.planning.workload import Workload
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+SCORE_FLUSH_PER_RANK = 4
+"""Microbatches of a SCORE flush per pipeline rank, as the engine has it."""
+
+MAX_FLUSH_PER_RANK = 8
+"""So long a flush of TRAIN has a bubble below 1/9; a longer one only needs memory."""
+
+MAX_MICROBATCH_ROWS = 64
+"""Larger microbatches make no product faster, and only need memory."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Candidates:
+    """Ways to run one model-stage, [C] each.
+
+    A replica works on `accumulation * microbatches * microbatch_size` rows one flush after the
+    other; in a flush the microbatches pass through the pipeline. In GENERATE a row of slots is
+    decoded at a time, and rows that wait take free slots: `microbatch_size` is the slots.
+
+    Attributes:
+      dp, pp, tp: degrees.
+      microbatch_size: rows of one replica that are in the layers at a time; GENERATE: slots.
+      microbatches: of one pipeline flush; 1 without a pipeline and in GENERATE.
+      accumulation: flushes; 1 in GENERATE.
+      remat: activations of a layer are recomputed in the backward pass (TRAIN).
+      zero1: the optimizer's state is sharded over dp (TRAIN).
+    """
+
+    dp: Ints
+    pp: Ints
+    tp: Ints
+    microbatch_size: Ints
+    microbatches: Ints
+    accumulation: Ints
+    remat: Bools
+    zero1: Bools
+
+    def __len__(self) -> int:
+        return len(self.dp)
+
+    @functools.cached_property
+    def devices(self) -> Ints:
+        """[C] devices that each takes."""
+        return self.dp * self.pp * self.tp
+
+    @property
+    def rows_per_replica(self) -> Ints:
+        """[C] rows of a replica, those that only fill up included (TRAIN, SCORE)."""
+        return self.accumulation * self.microbatches * self.microbatch_size
+
+    def layout(self, index: int) -> ParallelLayout:
+        """The layout of one candidate."""
+        return ParallelLayout(int(self.dp[index]), int(self.pp[index]), int(self.tp[index]))
+
+    def take(self, index: NDArray[np.generic]) -> "Candidates":
+        """The candidates at these indices, or where a mask of [C] is set."""
+        arrays = {f.name: getattr(self, f.name)[index] for f in dataclasses.fields(self)}
+        return Candidates(**arrays)
+
+
+def enumerate_candidates(
+    model: DecoderConfig,
+    model_stage: ModelStage,
+    workload: Workload,
+    hardware: Hardware,
+    num_devices: int,
+    *,
+    tp_across_nodes: bool = False,
+) -> Candidates:
+    """Every way to run a model-stage on at most so many devices.
+
+    Degrees are all divisors that the model and the batch allow, not only powers of two:
+    - tp divides the query heads and the node, so that no group of ranks straddles two nodes (one
+      node: any tp up to its devices); with `tp_across_nodes` also multiples of a node.
+    - pp: for every number of layers a rank can have, the shortest pipeline with it; layers that do
+      not divide are padded.
+    - dp of TRAIN: only where dp * microbatch * microbatches * accumulation is the minibatch. The
+      other stages fill up with rows without weight: for every number of rows that a replica can
+      have, the smallest dp.
+
+    Args:
+      model: sizes of the model.
+      model_stage: what is to be run.
+      workload: of a step.
+      hardware: says how many devices share a node.
+      num_devices: most devices of a candidate.
+      tp_across_nodes: allow tensor parallelism over the slow links.
+    """
+    stage = model_stage.stage
+    rows = min(workload.minibatch_size, workload.rows) if stage is Stage.TRAIN else workload.rows
+    layouts: list[tuple[int, int, int]] = []
+    cuts: list[Ints] = []
+    for tp in _tensor_degrees(model, hardware, num_devices, tp_across_nodes):
+        for pp in _pipeline_degrees(model.num_layers, num_devices // tp):
+            for dp in _data_degrees(rows, num_devices // (tp * pp), stage):
+                layouts.append((dp, pp, tp))
+                cuts.append(_cuts(-(-rows // dp), pp, stage))
+    repeats = [len(c) for c in cuts]
+    dp, pp, tp = np.array(layouts, np.int64).reshape(-1, 3).repeat(repeats, axis=0).T
+    size, flush, flushes = np.concatenate([np.empty((0, 3), np.int64), *cuts]).T
+    off = np.zeros(len(dp), np.bool_)
+    plain = Candidates(
+        dp=dp.copy(),
+        pp=pp.copy(),
+        tp=tp.copy(),
+        microbatch_size=size.copy(),
+        microbatches=flush.copy(),
+        accumulation=flushes.copy(),
+        remat=off,
+        zero1=off,
+    )
+    return _with_memory_choices(plain) if stage is Stage.TRAIN else plain
+
+
+def _with_memory_choices(plain: Candidates) -> Candidates:
+    """Each candidate with and without recomputation, and with and without ZeRO-1 where dp > 1."""
+    count = len(plain)
+    index = np.tile(np.arange(count), 4)
+    remat = np.array([False, True, False, True]).repeat(count)
+    zero1 = np.array([False, False, True, True]).repeat(count)
+    all_four = dataclasses.replace(plain.take(index), remat=remat, zero1=zero1)
+    return all_four.take(~zero1 | (all_four.dp > 1))
+
+
+@functools.cache
+def divisors(number: int) -> tuple[int, ...]:
+    """The positive divisors of a positive number, ascending."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
+
+
+def _tensor_degrees(
+    model: DecoderConfig, hardware: Hardware, num_devices: int, across_nodes: bool
+) -> list[int]:
+    node = hardware.devices_per_node
+    degrees = [d for d in divisors(model.num_heads) if d <= num_devices]
+    if num_devices <= node:
+        return degrees
+    return [d for d in degrees if node % d == 0 or (across_nodes and d % node == 0)]
+
+
+@functools.cache
+def _pipeline_degrees(num_layers: int, limit: int) -> tuple[int, ...]:
+    return shortest_splits(num_layers, min(limit, num_layers))
+
+
+@functools.cache
+def _data_degrees(rows: int, limit: int, stage: Stage) -> tuple[int, ...]:
+    if stage is Stage.TRAIN:
+        return tuple(d for d in divisors(rows) if d <= limit)
+    return shortest_splits(rows, min(limit, rows))
+
+
+@functools.cache
+def shortest_splits(total: int, limit: int) -> tuple[int, ...]:
+    """Numbers of parts up to `limit` that no smaller number equals in its largest part."""
+    sizes: dict[int, int] = {}
+    for parts in range(1, limit + 1):
+        sizes.setdefault(-(-total // parts), parts)
+    return tuple(sizes.values())
+
+
+@functools.lru_cache(maxsize=65536)
+def _cuts(rows: int, pp: int, stage: Stage) -> Ints:
+    """[N, 3] microbatch_size, microbatches and accumulation for the rows of a replica."""
+    if stage is Stage.GENERATE:
+        slots = {-(-rows // (1 << halvings)) for halvings in range(rows.bit_length())}
+        return np.array([(s, 1, 1) for s in sorted(slots) if s >= pp or s == rows], np.int64)
+    sizes = [s for s in divisors(rows) if s <= MAX_MICROBATCH_ROWS]
+    if stage is Stage.SCORE:
+        pairs = [(s, 1 if pp == 1 else min(SCORE_FLUSH_PER_RANK * pp, rows // s)) for s in sizes]
+        return np.array([(s, m, -(-(rows // s) // m)) for s, m in pairs], np.int64)
+    triples = [
+        (size, flush, rows // size // flush)
+        for size in sizes
+        for flush in _flush_sizes(rows // size, pp)
+    ]
+    return np.array(triples, np.int64)
+
+
+def _flush_sizes(total: int, pp: int) -> list[int]:
+    """Microbatches of a flush: divisors of all of them, enough to fill the pipeline if there are."""
+    if pp == 1:
+        return [1]
+    some = [m for m in divisors(total) if pp <= m <= MAX_FLUSH_PER_RANK * pp]
+    return some or [max(m for m in divisors(total) if m <= MAX_FLUSH_PER_RANK * pp)]
