@@ -117,7 +117,7 @@ def enumerate_candidates(
                 cuts.append(_cuts(-(-rows // dp), pp, stage))
     repeats = [len(c) for c in cuts]
     dp, pp, tp = np.array(layouts, np.int64).reshape(-1, 3).repeat(repeats, axis=0).T
-    size, flush, flushes = np.concatenate([np.empty((0, 3), np.int64), *cuts]).T
+    size, flush, flushes = _joined([np.empty((0, 3), np.int64), *cuts]).T
     off = np.zeros(len(dp), np.bool_)
     plain = Candidates(
         dp=dp.copy(),
@@ -135,11 +135,15 @@ def enumerate_candidates(
 def _with_memory_choices(plain: Candidates) -> Candidates:
     """Each candidate with and without recomputation, and with and without ZeRO-1 where dp > 1."""
     count = len(plain)
-    index = np.tile(np.arange(count), 4)
+    index = np.arange(4 * count) % count
     remat = np.array([False, True, False, True]).repeat(count)
     zero1 = np.array([False, False, True, True]).repeat(count)
     all_four = dataclasses.replace(plain.take(index), remat=remat, zero1=zero1)
     return all_four.take(~zero1 | (all_four.dp > 1))
+
+
+def _joined(parts: list[Ints]) -> Ints:
+    return np.concatenate(parts)  # pyright: ignore[reportUnknownMemberType]
 
 
 @functools.cache
@@ -199,7 +203,7 @@ def _cuts(rows: int, pp: int, stage: Stage) -> Ints:
 
 
 def _flush_sizes(total: int, pp: int) -> list[int]:
-    """Microbatches of a flush: divisors of all of them, enough to fill the pipeline if there are."""
+    """Microbatches of a flush: divisors of all of them, at least as many as ranks if there are."""
     if pp == 1:
         return [1]
     some = [m for m in divisors(total) if pp <= m <= MAX_FLUSH_PER_RANK * pp]
