@@ -1,0 +1,323 @@
+# pyright: reportUnknownMemberType=false
+# (some of numpy's overloads have unknown parts)
+"""Seconds of SCORE and TRAIN: passes of whole rows through the layers, in pipeline flushes.
+
+A flush of M microbatches takes M times the slowest rank's microbatch, and the way of the first one
+through the other ranks (the bubble). An update adds what the replicas tell each other, and the
+optimizer's memory traffic.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nereus_jax.planning.calibration import OperationClass
+from nereus_jax.planning.candidates import Candidates
+from nereus_jax.planning.cost_terms import (
+    KERNELS_PER_LAYER,
+    DataSync,
+    Execution,
+    Floats,
+    ModelSizes,
+    Prices,
+    Spent,
+    Value,
+    added,
+    aligned_widths,
+    scaled,
+    total_s,
+)
+from nereus_jax.planning.workload import Workload
+
+OPTIMIZER_BYTES = 28.0
+"""Traffic of Adam for an element: read gradient, two moments and parameter, write the last three,
+float32."""
+
+LOGIT_BYTES = 16.0
+"""Traffic for a logit in a forward pass: written once and read three times, float32."""
+
+BACKWARD = 2.0
+"""Backward over forward, in products and in memory traffic."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What a microbatch is made of.
+
+    Attributes:
+      tokens: [C] through the layers.
+      pairs: [C] of a query and a key whose score is wanted.
+      head_tokens: [C] through the head.
+    """
+
+    tokens: Value
+    pairs: Value
+    head_tokens: Value
+
+    @classmethod
+    def of(cls, workload: Workload, rows: Value, execution: Execution) -> "Rows":
+        """So many rows of the workload."""
+        if execution.padded:
+            length, square = float(workload.row_tokens), float(workload.row_tokens) ** 2
+            width = float(workload.max_response_tokens)
+        else:
+            length, square = workload.mean_row_tokens, workload.mean_square_row_tokens
+            width = workload.response_lengths.mean
+        pairs = execution.score_share * square
+        return cls(tokens=rows * length, pairs=rows * pairs, head_tokens=rows * width)
+
+
+def kv_share(sizes: ModelSizes, tp: NDArray[np.int64]) -> Floats:
+    """[C] share of the key/value heads on a tensor-parallel rank; ranks above them share."""
+    return 1.0 / np.gcd(tp, sizes.num_kv_heads)
+
+
+def layer_weights(sizes: ModelSizes, tp: NDArray[np.int64]) -> Floats:
+    """[C] matrix elements of a layer on a device."""
+    d, kv = sizes.embed_dim, 2 * sizes.kv_dim * kv_share(sizes, tp)
+    return d * (2 * sizes.query_dim + sizes.mlp_matrices * sizes.mlp_dim) / tp + d * kv
+
+
+def layer_forward(
+    sizes: ModelSizes, rows: Rows, tp: NDArray[np.int64], prices: Prices, execution: Execution
+) -> tuple[Spent, Spent]:
+    """One layer's forward pass of a microbatch on a device, without collectives.
+
+    Returns:
+      (products and elementwise work, attention).
+    """
+    weights = layer_weights(sizes, tp)
+    products = prices.product(
+        2.0 * rows.tokens * weights, weights * prices.element_bytes, aligned_widths(sizes, tp)
+    )
+    # Two norms (read, write), two residual sums (two reads, a write): not split over tp. Rotation
+    # of queries and keys, and the activation: split.
+    whole = 10.0 * sizes.embed_dim / np.where(execution.sequence_parallel, tp, 1)
+    split = 2.0 * sizes.query_dim / tp + sizes.mlp_matrices * sizes.mlp_dim / tp
+    split = split + 2.0 * sizes.kv_dim * kv_share(sizes, tp)
+    traffic = rows.tokens * (whole + split) * prices.element_bytes
+    elementwise = {
+        OperationClass.MEMORY: prices.memory_s(traffic, OperationClass.MEMORY),
+        OperationClass.LAUNCH: prices.launch_s(float(KERNELS_PER_LAYER)),
+    }
+    return added(products, elementwise), attention(sizes, rows.pairs, tp, prices, execution)
+
+
+def attention(
+    sizes: ModelSizes, pairs: Value, tp: NDArray[np.int64], prices: Prices, execution: Execution
+) -> Spent:
+    """Scores and weighted sums of one layer: 4 * pairs * width FLOPs, and the scores' traffic."""
+    flops_s = prices.flops_s(4.0 * pairs * sizes.query_dim / tp, OperationClass.ATTENTION)
+    spent: Spent = {OperationClass.ATTENTION: flops_s}
+    if execution.score_bytes:
+        traffic = pairs * sizes.num_heads / tp * execution.score_bytes
+        spent[OperationClass.MEMORY] = prices.memory_s(traffic, OperationClass.MEMORY)
+    return spent
+
+
+def head_pass(
+    sizes: ModelSizes, tokens: Value, parts: Value, prices: Prices, passes: float
+) -> Spent:
+    """The vocabulary projection of some tokens, and what is done with the logits.
+
+    Args:
+      sizes: of the model.
+      tokens: [C] whose logits are made.
+      parts: [C] devices that share the vocabulary.
+      prices: of the hardware.
+      passes: times a forward pass.
+    """
+    if not sizes.vocab_size:
+        return {}
+    weights = sizes.vocab_size * sizes.embed_dim / parts
+    aligned = np.ones(np.shape(parts), np.bool_)
+    products = prices.product(2.0 * tokens * weights, weights * prices.element_bytes, aligned)
+    traffic = tokens * sizes.vocab_size / parts * LOGIT_BYTES
+    logits: Spent = {OperationClass.MEMORY: prices.memory_s(traffic, OperationClass.MEMORY)}
+    return added(scaled(products, passes), scaled(logits, min(passes, 2.0)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Passes:
+    """SCORE, or one update of TRAIN, for candidates [C]."""
+
+    sizes: ModelSizes
+    workload: Workload
+    candidates: Candidates
+    prices: Prices
+    execution: Execution
+    train: bool
+
+    @property
+    def _layers(self) -> NDArray[np.int64]:
+        """[C] layers of the rank that has most."""
+        return -(-self.sizes.num_layers // self.candidates.pp)
+
+    def _rows(self, rows: Value) -> Rows:
+        return Rows.of(self.workload, rows, self.execution)
+
+    def _layer(self) -> Spent:
+        """All passes of one microbatch through one layer, tensor parallelism included."""
+        c, execution = self.candidates, self.execution
+        rows = self._rows(c.microbatch_size)
+        forward, scores = layer_forward(self.sizes, rows, c.tp, self.prices, execution)
+        recompute = c.remat & self.train
+        only_scores = execution.recompute_attention_only
+        backward = BACKWARD if self.train else 0.0
+        passes = 1.0 + backward + np.where(recompute & (not only_scores), 1.0, 0.0)
+        score_passes = 1.0 + backward + np.where(recompute, 1.0, 0.0)
+        hidden_bytes = rows.tokens * self.sizes.embed_dim * self.prices.element_bytes
+        reduced = 2.0 + (2.0 if self.train else 0.0)
+        extra = float(execution.recomputed_all_reduces)
+        reduced = reduced + np.where(recompute & (not only_scores), extra, 0.0)
+        tensor = self.prices.all_reduce(hidden_bytes, c.tp, 1)
+        return added(scaled(forward, passes), scaled(scores, score_passes), scaled(tensor, reduced))
+
+    def _flush(self) -> tuple[Spent, Value]:
+        """One pipeline flush, and how much of it is bubble."""
+        c, execution = self.candidates, self.execution
+        layer, layers = self._layer(), self._layers
+        micro = c.microbatches.astype(np.float64)
+        layers_in_all = layers * c.pp if execution.padded_layers else self.sizes.num_layers
+        head: Spent = {}
+        slowest_layers, slowest_heads = layers.astype(np.float64), 0.0
+        if not execution.vocab_over_pp:
+            tokens = self._rows(c.microbatch_size).head_tokens
+            head = head_pass(self.sizes, tokens, c.tp, self.prices, self._head_passes)
+            head_s, layer_s = total_s(head), total_s(layer)
+            last = self.sizes.num_layers // c.pp
+            at_last = last * layer_s + head_s > layers * layer_s
+            slowest_layers = np.where(at_last, last, layers)
+            slowest_heads = np.where(at_last, 1.0, 0.0)
+        parts = float(execution.interleave)
+        layer_count = micro * slowest_layers + (layers_in_all - slowest_layers) / parts
+        head_count = micro * slowest_heads + (1.0 - slowest_heads) / parts
+        spent = added(scaled(layer, layer_count), scaled(head, head_count if head else 1.0))
+        mean = micro * (total_s(layer) * self.sizes.num_layers + total_s(head)) / c.pp
+        bubble_s = np.maximum(total_s(spent) - mean, 0.0)
+        return added(spent, self._hops()), bubble_s
+
+    def _hops(self) -> Spent:
+        """Activations, and their gradients, from one pipeline rank to the next."""
+        c, execution = self.candidates, self.execution
+        tokens = self._rows(c.microbatch_size).tokens
+        num_bytes = tokens * self.sizes.embed_dim * self.prices.element_bytes
+        num_bytes = num_bytes / np.where(execution.p2p_scattered, c.tp, 1)
+        ticks = (c.microbatches + c.pp - 1) * execution.interleave * (2 if self.train else 1)
+        crosses = c.pp * c.tp > self.prices.hardware.devices_per_node
+        return self.prices.send(num_bytes, crosses, np.where(c.pp > 1, ticks, 0))
+
+    @property
+    def _head_passes(self) -> float:
+        return self.execution.head_passes if self.train else 1.0
+
+    def _ends(self) -> Spent:
+        """Embedding and head of a flush, where all devices of a replica share the vocabulary."""
+        c = self.candidates
+        if not self.execution.vocab_over_pp:
+            return {}
+        rows = self._rows(c.microbatches * c.microbatch_size)
+        width = self.sizes.embed_dim * self.prices.element_bytes
+        parts = c.pp * c.tp
+        passes = 2.0 if self.train else 1.0
+        embedded = self.prices.all_reduce(rows.tokens * width, parts, 1)
+        picked = self.prices.all_reduce(rows.head_tokens * width, c.pp, c.tp)
+        summed = self.prices.all_reduce(rows.head_tokens * width, np.where(self.train, parts, 1), 1)
+        head = head_pass(self.sizes, rows.head_tokens, parts, self.prices, self._head_passes)
+        return added(embedded, scaled(picked, passes), summed, head)
+
+    def batch(self) -> tuple[Spent, Value]:
+        """All flushes of a replica, and how much of their seconds is bubble."""
+        flush, bubble_s = self._flush()
+        flushes = self.candidates.accumulation.astype(np.float64)
+        return scaled(added(flush, self._ends()), flushes), bubble_s * flushes
+
+    def update(self) -> tuple[Spent, Value]:
+        """All flushes, the replicas' agreement and the optimizer."""
+        c = self.candidates
+        spent, bubble_s = self.batch()
+        flush_s = total_s(spent) / c.accumulation
+        sync = SYNC[self.execution.sync](self, flush_s)
+        shards = c.pp * c.tp * np.where(c.zero1, self._zero_ranks, 1)
+        if self.execution.sync in (DataSync.SHARDED, DataSync.SHARDED_GRADS):
+            shards = c.pp * c.tp * c.dp
+        traffic = OPTIMIZER_BYTES * self.sizes.params / shards
+        step: Spent = {
+            OperationClass.MEMORY: self.prices.memory_s(traffic, OperationClass.MEMORY),
+            OperationClass.LAUNCH: self.prices.launch_s(2.0 * KERNELS_PER_LAYER),
+        }
+        return added(spent, sync, step), bubble_s
+
+    @property
+    def _zero_ranks(self) -> NDArray[np.int64]:
+        dp = self.candidates.dp
+        return np.minimum(dp, self.execution.zero_ranks) if self.execution.zero_ranks else dp
+
+    def gradient_sync(self) -> tuple[Spent, Spent]:
+        """What an unsharded update sends: (gradients, gathered parameters)."""
+        c, execution = self.candidates, self.execution
+        elements, stride = self.sizes.params / (c.pp * c.tp), c.pp * c.tp
+        whole = self.prices.all_reduce(elements * execution.grad_bytes, c.dp, stride)
+        # Under ZeRO-1 over all replicas a reduce-scatter will do.
+        scatter = c.zero1 & (self._zero_ranks == c.dp)
+        gradients = scaled(whole, np.where(scatter, 0.5, 1.0))
+        gather = self.prices.all_reduce(
+            elements * execution.gather_bytes, self._zero_ranks, stride, passes=1.0
+        )
+        return gradients, scaled(gather, np.where(c.zero1, 1.0, 0.0))
+
+    def sharded_sync(self, gathers: Value, scatters: Value) -> Spent:
+        """FSDP: so many gathers of the parameters and scatters of the gradients."""
+        c, stride = self.candidates, self.candidates.pp * self.candidates.tp
+        elements = self.sizes.params / stride
+        gather = elements * self.prices.element_bytes
+        scatter = elements * self.execution.grad_bytes
+        return added(
+            scaled(self.prices.all_reduce(gather, c.dp, stride, passes=1.0), gathers),
+            scaled(self.prices.all_reduce(scatter, c.dp, stride, passes=1.0), scatters),
+        )
+
+
+def exposed(sync: Spent, hiding_s: Value, num_layers: int) -> Spent:
+    """What of a collective that runs layer by layer beside the compute is waited for.
+
+    The first layer's has nothing to hide behind, and what exceeds the compute is waited for.
+    """
+    sync_s = total_s(sync)
+    waited = np.maximum(sync_s - hiding_s, sync_s / num_layers)
+    return scaled(sync, waited / np.maximum(sync_s, 1e-30))
+
+
+def _at_end(passes: Passes, flush_s: Value) -> Spent:
+    return added(*passes.gradient_sync())
+
+
+def _overlapped(passes: Passes, flush_s: Value) -> Spent:
+    """Gradients go out during the backward pass of the last flush."""
+    gradients, gathered = passes.gradient_sync()
+    backward_s = flush_s * BACKWARD / (1.0 + BACKWARD)
+    return added(exposed(gradients, backward_s, passes.sizes.num_layers), gathered)
+
+
+def _sharded(passes: Passes, flush_s: Value) -> Spent:
+    """Parameters are gathered for the forward and the backward pass of each microbatch."""
+    sync = passes.sharded_sync(2.0, 1.0)
+    one = exposed(sync, flush_s, passes.sizes.num_layers)
+    return scaled(one, passes.candidates.accumulation.astype(np.float64))
+
+
+def _sharded_grads(passes: Passes, flush_s: Value) -> Spent:
+    """Parameters are gathered once for an update, gradients scattered in each microbatch."""
+    flushes = passes.candidates.accumulation.astype(np.float64)
+    sync = passes.sharded_sync(1.0, flushes)
+    return exposed(sync, flush_s * flushes, passes.sizes.num_layers)
+
+
+SYNC: dict[DataSync, Callable[[Passes, Value], Spent]] = {
+    DataSync.AT_END: _at_end,
+    DataSync.OVERLAPPED: _overlapped,
+    DataSync.SHARDED: _sharded,
+    DataSync.SHARDED_GRADS: _sharded_grads,
+}
