@@ -87,8 +87,7 @@ def schedule(
     drain = lockstep * last + (1.0 - lockstep) * last_left
     points = (np.arange(POINTS) + 0.5) / POINTS
     at = drain[:, None] * points
-    started = np.interp(at, grid, alive)
-    waiting = np.interp(at, grid, residual)
+    started, waiting = _on_curve(at, grid, alive), _on_curve(at, grid, residual)
     busy = lockstep[:, None] * started + (1.0 - lockstep[:, None]) * waiting
     mean_age = lengths.mean_square / (2.0 * lengths.mean)
     age = at + (1.0 - lockstep[:, None]) * mean_age
@@ -101,6 +100,10 @@ def schedule(
         busy=busy,
         age=np.minimum(age, float(lengths.max)),
     )
+
+
+def _on_curve(at: Floats, grid: Floats, values: Floats) -> Floats:
+    return np.asarray(np.interp(at, grid, values), np.float64)  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _expected_max(grid: Floats, survival: Floats, count: Value) -> Floats:
