@@ -260,15 +260,14 @@ class TrainConfig:
     """How a TRAIN model-stage runs a minibatch."""
 
     microbatch_size: PositiveInt
-    """Rows per microbatch and data-parallel replica."""
+    """Longest rows (prompt and response at their maximum) per microbatch and data-parallel replica.
+    That is a budget of tokens: shorter sequences are packed, several to a row."""
     pipeline_microbatches: NonNegativeInt = 0
     """Microbatches per pipeline flush; 0: all of a minibatch in one flush."""
     remat: Literal["none", "layer"] = "none"
     """layer: recompute the activations of a layer in the backward pass."""
     zero1: bool = False
     """Whether the optimizer state is sharded over the replicas."""
-    balance: bool = True
-    """Whether rows are dealt to the replicas by length."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -276,7 +275,7 @@ class ScoreConfig:
     """How a SCORE model-stage runs."""
 
     microbatch_size: NonNegativeInt = 0
-    """Rows per microbatch and replica; 0: `train.microbatch_size`."""
+    """Longest rows per microbatch and replica, as in training; 0: `train.microbatch_size`."""
     token_chunk: PositiveInt = 1024
     """Tokens per chunk of the vocabulary projection."""
 

@@ -53,35 +53,70 @@ def _attend(
 
 
 def causal_attention(
-    q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, query_block: int = QUERY_BLOCK
+    q_BSHK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    query_block: int = QUERY_BLOCK,
+    *,
+    segments_BS: jax.Array | None = None,
+    span: int | None = None,
 ) -> jax.Array:
-    """Causal attention over whole rows.
+    """Causal attention over whole rows, of one sequence each or of several.
 
-    Rows longer than `query_block` go block by block of queries, each block recomputed in the
-    backward pass, so that the scores take B*H*query_block*S elements rather than B*H*S*S.
+    Rows longer than `query_block`, or than the longest sequence, go block by block of queries, each
+    block recomputed in the backward pass: the scores take B*H*query_block*(span + query_block)
+    elements rather than B*H*S*S, and a block meets only the keys that its sequences can reach.
+
+    Args:
+      q_BSHK: queries.
+      k_BSGK: keys.
+      v_BSGK: values.
+      query_block: most queries of a block.
+      segments_BS: which sequence of its row a token belongs to, at least 0; None: one a row.
+      span: longest sequence; None: the row.
 
     Returns:
       [B, S, H, K] in the dtype of the values.
     """
     batch, length, heads, head_dim = q_BSHK.shape
-    columns_S = jnp.arange(length)
-    if length <= query_block:
-        mask = columns_S[None, None, :] <= columns_S[None, :, None]
-        return _attend(q_BSHK, k_BSGK, v_BSGK, mask)
-    num_blocks = -(-length // query_block)
-    padding = num_blocks * query_block - length
-    padded = jnp.pad(q_BSHK, ((0, 0), (0, padding), (0, 0), (0, 0)))
-    blocks = padded.reshape(batch, num_blocks, query_block, heads, head_dim).swapaxes(0, 1)
+    span = min(span or length, length)
+    block_size = min(query_block, span)
+    if length == block_size:
+        columns_S = jnp.arange(length)
+        mask_BSS = columns_S[None, None, :] <= columns_S[None, :, None]
+        if segments_BS is not None:
+            mask_BSS = mask_BSS & (segments_BS[:, :, None] == segments_BS[:, None, :])
+        return _attend(q_BSHK, k_BSGK, v_BSGK, mask_BSS)
+    num_blocks = -(-length // block_size)
+    behind = num_blocks * block_size - length
+    before = 0 if span == length else span - 1
+    reach = length if span == length else before + block_size
+    columns_S = jnp.arange(-before, num_blocks * block_size)
+    if segments_BS is None:
+        segments_BS = jnp.zeros((1, length), jnp.int32)
+    segments_BS = jnp.pad(segments_BS, ((0, 0), (before, behind)), constant_values=-1)
+    k_BSGK, v_BSGK = (
+        jnp.pad(x, ((0, 0), (before, behind), (0, 0), (0, 0))) for x in (k_BSGK, v_BSGK)
+    )
+    padded = jnp.pad(q_BSHK, ((0, 0), (0, behind), (0, 0), (0, 0)))
+    blocks = padded.reshape(batch, num_blocks, block_size, heads, head_dim).swapaxes(0, 1)
 
     @jax.checkpoint
     def block(args: tuple[jax.Array, jax.Array]) -> jax.Array:
-        q_BQHK, start = args
-        rows_Q = start + jnp.arange(query_block)
-        mask = columns_S[None, None, :] <= rows_Q[None, :, None]
-        return _attend(q_BQHK, k_BSGK, v_BSGK, mask)
+        q_BQHK, first = args  # column of the first query
+        start = first if before else 0  # of the keys, in the padded row
+        k, v, segments, columns = (
+            lax.dynamic_slice_in_dim(x, start, reach, axis)
+            for x, axis in ((k_BSGK, 1), (v_BSGK, 1), (segments_BS, 1), (columns_S, 0))
+        )
+        own = lax.dynamic_slice_in_dim(segments_BS, first + before, block_size, 1)
+        rows_Q = first + jnp.arange(block_size)
+        mask_BQS = columns[None, None, :] <= rows_Q[None, :, None]
+        mask_BQS = mask_BQS & (own[:, :, None] == segments[:, None, :])
+        return _attend(q_BQHK, k, v, mask_BQS)
 
-    out = lax.map(block, (blocks, jnp.arange(num_blocks) * query_block))
-    out = out.swapaxes(0, 1).reshape(batch, num_blocks * query_block, heads, head_dim)
+    out = lax.map(block, (blocks, jnp.arange(num_blocks) * block_size))
+    out = out.swapaxes(0, 1).reshape(batch, num_blocks * block_size, heads, head_dim)
     return out[:, :length]
 
 

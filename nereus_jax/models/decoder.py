@@ -113,18 +113,26 @@ class Block(nnx.Module):
         return x_BSD + psum(linear(gated, self.down[...]), self.axes.tp)
 
     def __call__(
-        self, x_BSD: jax.Array, cos: jax.Array, sin: jax.Array
+        self,
+        x_BSD: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        segments_BS: jax.Array | None = None,
+        span: int | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Full causal attention over rows that start at column 0; also returns keys and values."""
+        """Causal attention over whole rows, see `causal_attention`; also returns keys and
+        values."""
         q, k, v = self.qkv(x_BSD, cos, sin)
-        attended = causal_attention(q, *self.match_heads(q, k, v))
+        keys, values = self.match_heads(q, k, v)
+        attended = causal_attention(q, keys, values, segments_BS=segments_BS, span=span)
         return self.output(x_BSD, attended), (k, v)
 
 
 class Decoder(nnx.Module):
     """Embedding, stacked layers, final norm and a head; the head's work is the caller's.
 
-    Rows are right padded and start at column 0, so the causal mask alone keeps padding out.
+    Rows hold one sequence from column 0 on, or several in segments with positions of their own.
+    Padding comes last in a row, or has a segment to itself: the mask keeps it out.
     """
 
     embed: nnx.Param
@@ -175,18 +183,35 @@ class Decoder(nnx.Module):
         found_BSD = table_VD[jnp.clip(rows_BS, 0, table_VD.shape[0] - 1)]
         return psum(jnp.where(here_BS[:, :, None], found_BSD, 0), self.axes.vocab)
 
-    def run_layers(self, x_BSD: jax.Array, *, remat: bool = False) -> jax.Array:
-        """The layers held here over whole rows, positions counted from column 0.
+    def run_layers(
+        self,
+        x_BSD: jax.Array,
+        positions_BS: jax.Array | None = None,
+        segments_BS: jax.Array | None = None,
+        *,
+        span: int | None = None,
+        remat: bool = False,
+    ) -> jax.Array:
+        """The layers held here over whole rows.
 
         Weights may be wider than the activations: each layer casts its own, so that gradients of
         several microbatches add up in the weights' dtype.
+
+        Args:
+          x_BSD: embedded tokens.
+          positions_BS: of the tokens in their sequences; None: counted from column 0.
+          segments_BS: which sequence of its row a token belongs to; None: one a row.
+          span: longest sequence; None: the row.
+          remat: recompute the activations of a layer in the backward pass.
         """
-        cos, sin = self.rope(jnp.arange(x_BSD.shape[1])[None, :])
+        if positions_BS is None:
+            positions_BS = jnp.arange(x_BSD.shape[1])[None, :]
+        cos, sin = self.rope(positions_BS)
         graphdef, stacked = nnx.split(self.layers)
 
         def body(x: jax.Array, layer: nnx.State) -> tuple[jax.Array, None]:
             cast = jax.tree.map(lambda w: w.astype(x.dtype), layer)
-            return nnx.merge(graphdef, cast)(x, cos, sin)[0], None
+            return nnx.merge(graphdef, cast)(x, cos, sin, segments_BS, span)[0], None
 
         return jax.lax.scan(jax.checkpoint(body) if remat else body, x_BSD, stacked)[0]
 

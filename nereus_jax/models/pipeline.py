@@ -7,7 +7,8 @@ ticks in reverse.
 Memory bound: the activations of all M microbatches of a flush live until its backward pass, M *
 (what one microbatch keeps in the layers held here); with recomputation by layer that is M * L/pp *
 B * S * D elements. Accumulating over several flushes (`pipeline_microbatches`) bounds M. The bubble
-is (pp - 1) / (M + pp - 1) of the ticks.
+is (pp - 1) / (M + pp - 1) of the ticks; a rank computes nothing in it, nor for microbatches that
+hold nothing.
 
 Shapes: M microbatches, B rows of one, S sequence, D embed.
 """
@@ -22,17 +23,22 @@ from nereus_jax.models.mesh_axes import MeshAxes, axis_index, axis_size, varying
 
 
 def run_pipeline(
-    layers: Callable[[jax.Array], jax.Array], x_MBSD: jax.Array, axes: MeshAxes
+    layers: Callable[[jax.Array, jax.Array], jax.Array],
+    x_MBSD: jax.Array,
+    active: jax.Array | int,
+    axes: MeshAxes,
 ) -> jax.Array:
     """Runs every microbatch through the layers of all pp ranks.
 
     Args:
-      layers: the layers held by this rank, [B, S, D] -> [B, S, D].
+      layers: the layers held by this rank, ([B, S, D], index of the microbatch) -> [B, S, D].
       x_MBSD: the embedded microbatches, the same on every pp rank.
+      active: microbatches that hold anything, the first ones; the others are not run.
       axes: mesh axes in use.
 
     Returns:
-      [M, B, S, D]: the last layer's output, meaningful on the last pp rank only (`from_last_rank`).
+      [M, B, S, D]: the last layer's output, meaningful on the last pp rank only (`from_last_rank`)
+      and for the active microbatches only.
     """
     num_ranks = axis_size(axes.pp)
     num_microbatches = x_MBSD.shape[0]
@@ -40,8 +46,8 @@ def run_pipeline(
     x_MBSD = varying(x_MBSD, axes.pp)
     if num_ranks == 1:
         if num_microbatches == 1:
-            return layers(x_MBSD[0])[None]
-        return lax.map(layers, x_MBSD)
+            return layers(x_MBSD[0], jnp.int32(0))[None]
+        return lax.map(lambda a: layers(*a), (x_MBSD, jnp.arange(num_microbatches)))
     rank = axis_index(axes.pp)
     ring = [(r, (r + 1) % num_ranks) for r in range(num_ranks)]
 
@@ -49,7 +55,14 @@ def run_pipeline(
         first_BSD = lax.dynamic_index_in_dim(
             x_MBSD, jnp.minimum(t, num_microbatches - 1), keepdims=False
         )
-        out_BSD = layers(jnp.where(rank == 0, first_BSD, received_BSD))
+        index = t - rank
+        entering_BSD = jnp.where(rank == 0, first_BSD, received_BSD)
+        out_BSD = lax.cond(
+            (index >= 0) & (index < active),
+            lambda x: layers(x, jnp.clip(index, 0, num_microbatches - 1)),
+            lambda x: x,
+            entering_BSD,
+        )
         return lax.ppermute(out_BSD, axes.pp, ring), out_BSD
 
     _, outs = lax.scan(

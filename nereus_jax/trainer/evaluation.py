@@ -85,12 +85,13 @@ def _evaluate_batch(
 
 
 def _model_rewards(job: Job, state: JobState, rollout: Rollout) -> np.ndarray:
+    engine = job.scores[REWARD_SCORE]
     fill = evaluation_rows(job) - rollout.num_rows  # one compiled shape, also for a short batch
-    arrays = job.scores[REWARD_SCORE].dispatch(
-        stage_params(job, state, REWARD_SCORE),
-        np.pad(rollout.tokens_BS, ((0, fill), (0, 0))),
-        np.pad(rollout.prompt_lengths_B, (0, fill)),
-        np.pad(rollout.lengths_B, (0, fill)),
-        rollout.response_width,
+    prompts_B, lengths_B = (
+        np.pad(x, (0, fill)) for x in (rollout.prompt_lengths_B, rollout.lengths_B)
     )
-    return host.fetch(arrays)["rewards"][: rollout.num_rows]
+    tokens_BS = np.pad(rollout.tokens_BS, ((0, fill), (0, 0)))
+    params = stage_params(job, state, REWARD_SCORE)
+    outputs = host.fetch(engine.dispatch(params, tokens_BS, prompts_B, lengths_B))
+    scores = engine.unpack(outputs, tokens_BS.shape[1], prompts_B, lengths_B, 1)
+    return scores["rewards"][: rollout.num_rows]

@@ -442,7 +442,6 @@ class _EngineBuilder:
             flush_microbatches=config.train.pipeline_microbatches,
             remat=config.train.remat == "layer",
             zero1=config.train.zero1,
-            balance=config.train.balance,
             temperature=config.rollout.temperature,
             token_chunk=config.score.token_chunk,
             objective=objective,

@@ -67,6 +67,7 @@ def step_row(
         "policy_version": rollout.policy_version,
         "step_s": step_s,
         "tokens_per_s": rollout.num_tokens / step_s,
+        "padding_share": _padding_share(job, rollout, batch),
         "stage_s": {span.name: span.duration_s for span in result.spans},
         "weight_edge_s": {span.name: span.duration_s for span in edge_spans},
         "compile_s": job.compile_cost,
@@ -76,6 +77,19 @@ def step_row(
         row["value_loss"] = _mean(critic, "value_loss")
         row["critic_grad_norm"] = _mean(critic, "grad_norm")
     return row
+
+
+def _padding_share(job: Job, rollout: Rollout, batch: TrainBatch) -> dict[str, float]:
+    """Share of the tokens in the layers of SCORE and TRAIN that belong to no sequence."""
+    length = rollout.tokens_BS.shape[1]
+    prompts_B, totals_B = rollout.prompt_lengths_B, rollout.lengths_B
+    packed = {stage: [e.pack(length, prompts_B, totals_B)] for stage, e in job.scores.items()}
+    for stage, engine in job.trains.items():
+        packed[stage] = [engine.pack(length, prompts_B[r], totals_B[r]) for r in batch.minibatches]
+    return {
+        str(stage): 1 - sum(p.tokens for p in parts) / sum(p.run_tokens for p in parts)
+        for stage, parts in packed.items()
+    }
 
 
 def non_finite_update(result: StepResult) -> str | None:

@@ -132,7 +132,6 @@ def _launch_score(job: Job, state: JobState, values: Values, call: StageCall) ->
         rollout.tokens_BS,
         rollout.prompt_lengths_B,
         rollout.lengths_B,
-        rollout.response_width,
     )
 
 
@@ -175,9 +174,15 @@ def _collect(job: Job, state: JobState, values: Values, call: StageCall, finishe
             job.inputs.tokenizer.pad_id,
             state.counters.policy_version,
         )
-    rows = values[call.inputs[0]].num_rows
-    cut = {name: x[:rows] for name, x in arrays.items()}
-    return next(iter(cut.values())) if len(cut) == 1 else cut
+    rollout: Rollout = values[call.inputs[0]]
+    scores = job.scores[stage].unpack(
+        arrays,
+        rollout.tokens_BS.shape[1],
+        rollout.prompt_lengths_B,
+        rollout.lengths_B,
+        rollout.response_width,
+    )
+    return next(iter(scores.values())) if len(scores) == 1 else scores
 
 
 def _rewards(job: Job, state: JobState, values: Values, call: HostCall) -> np.ndarray:

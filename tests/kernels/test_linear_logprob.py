@@ -174,3 +174,26 @@ def test_the_gradient_of_a_bf16_weight_is_summed_over_chunks_in_f32():
     error = np.linalg.norm(one - many) / np.linalg.norm(one)
     print(f"512 chunks against one: {error:.1e}")
     assert error < 5e-3
+
+
+@pytest.mark.parametrize("wanted", [0, 3, 8, N])
+def test_chunks_behind_the_wanted_tokens_are_left_out(wanted: int):
+    hidden, weight, targets = problem()
+    count = jnp.int32(wanted)
+    got = linear_logprob(hidden, weight, targets, vocab_size=V, token_chunk=4, num_wanted=count)
+    done = -(-wanted // 4) * 4
+    for ours, right in zip(got, expected(hidden, weight, targets), strict=True):
+        np.testing.assert_allclose(ours[:wanted], right[:wanted], atol=2e-5)
+        assert not np.asarray(ours)[done:].any()
+    mask = np.arange(N) < wanted
+
+    def loss(hidden: jax.Array, weight: jax.Array, **options: object) -> jax.Array:
+        logprobs, _ = linear_logprob(hidden, weight, targets, vocab_size=V, **options)
+        return jnp.sum(mask * logprobs)
+
+    some, whole = (
+        jax.grad(functools.partial(loss, **o), argnums=(0, 1))(hidden, weight)
+        for o in ({"token_chunk": 4, "num_wanted": count}, {"token_chunk": 1000})
+    )
+    for ours, right in zip(some, whole, strict=True):
+        np.testing.assert_allclose(ours, right, atol=2e-5)

@@ -239,6 +239,42 @@ def test_causal_attention_against_a_loop():
     np.testing.assert_allclose(one[:, 0], expected[:, 2], atol=1e-5)
 
 
+@pytest.mark.parametrize("query_block", [3, 4, 64])
+@pytest.mark.parametrize("span", [5, 7, None])
+def test_segments_attend_to_themselves_alone(query_block: int, span: int | None):
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.normal(size=(2, 17, 4, 2)), jnp.float32)
+    k, v = jnp.asarray(rng.normal(size=(2, 2, 17, 2, 2)), jnp.float32)
+    lengths = [[5, 1, 4, 3, 4], [2, 5, 5, 5]]
+    segments = jnp.asarray([np.repeat(np.arange(len(n)), n) for n in lengths])
+
+    def packed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attention.causal_attention(q, k, v, query_block, segments_BS=segments, span=span)
+
+    def alone(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        rows = []
+        for row, cut in enumerate(lengths):
+            ends = np.cumsum(cut)
+            parts = [slice(end - n, end) for end, n in zip(ends, cut, strict=True)]
+            one = [
+                attention.causal_attention(*(x[row : row + 1, p] for x in (q, k, v))) for p in parts
+            ]
+            rows.append(jnp.concatenate(one, axis=1))
+        return jnp.concatenate(rows)
+
+    weight = jnp.asarray(rng.normal(size=q.shape), jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        for function in (packed, alone):
+            assert function(q, k, v).shape == q.shape
+        np.testing.assert_allclose(packed(q, k, v), alone(q, k, v), atol=1e-5)
+        got, expected = (
+            jax.grad(lambda *x, f=f: jnp.sum(weight * f(*x)), argnums=(0, 1, 2))(q, k, v)
+            for f in (packed, alone)
+        )
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 def heads_found(num_heads: int, num_kv_heads: int, tp: int) -> jax.Array:
     """[tp, 2, groups]: which global key (and value) head each rank's `match_heads` returns."""
     config = dataclasses.replace(CONFIG, num_heads=num_heads, num_kv_heads=num_kv_heads)

@@ -104,7 +104,6 @@ def engine_on(layout: tuple[int, int, int], zero1: bool) -> TrainEngine:
         flush_microbatches=2,
         remat=False,
         zero1=zero1,
-        balance=False,
         temperature=1.0,
         token_chunk=8,
         objective=SupervisedObjective(),

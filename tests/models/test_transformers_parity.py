@@ -193,10 +193,9 @@ def test_scores_are_those_of_transformers(family: str, layout: tuple[int, int, i
     )
     prompts_BP, lengths_B = expected["prompts"], expected["prompt_lengths"]
     rows, width = prompts_BP.shape
-    scores = engine.dispatch(
-        load(source, site), prompts_BP, np.ones(rows, np.int32), lengths_B, width - 1
-    )
-    got_BT = host.fetch(scores)["logprobs"][:rows]
+    first_B = np.ones(rows, np.int32)
+    scores = host.fetch(engine.dispatch(load(source, site), prompts_BP, first_B, lengths_B))
+    got_BT = engine.unpack(scores, width, first_B, lengths_B, width - 1)["logprobs"]
     shifted_BPV = expected["logits"] - expected["logits"].max(axis=-1, keepdims=True)
     logprobs_BPV = shifted_BPV - np.log(np.exp(shifted_BPV).sum(axis=-1, keepdims=True))
     next_BT1 = prompts_BP[:, 1:, None].astype(np.int64)

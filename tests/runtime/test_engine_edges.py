@@ -19,7 +19,6 @@ from nereus_jax.rl.objectives import SupervisedObjective
 from nereus_jax.runtime import emu, host
 from nereus_jax.runtime.emu import Site
 from nereus_jax.runtime.engines.generate import GenerateEngine
-from nereus_jax.runtime.engines.rows import split_rows
 from nereus_jax.runtime.engines.train import TrainEngine, TrainState
 from nereus_jax.runtime.optimizers import make_optimizer
 from nereus_jax.runtime.programs import ProgramCache
@@ -82,19 +81,6 @@ def test_fewer_rows_than_replicas():
     np.testing.assert_array_equal(one["lengths"], whole["lengths"][:1])
 
 
-@pytest.mark.parametrize("rows", range(1, 12))
-@pytest.mark.parametrize("flush", [0, 1, 2, 5])
-def test_every_row_has_a_place(rows: int, flush: int):
-    for degrees in ((1, 1, 1), (2, 1, 1), (3, 2, 1), (8, 1, 1), (1, 4, 2)):
-        split = split_rows(rows, ParallelLayout(*degrees), 2, flush)
-        assert split.padded_rows >= rows
-        assert split.microbatch_size <= 2
-        assert split.microbatches <= (flush or rows)
-        x = np.arange(rows) + 1
-        np.testing.assert_array_equal(split.pad({"x": x})["x"][:rows], x)
-        assert not split.pad({"x": x})["x"][rows:].any()
-
-
 def make_engine(site: Site) -> TrainEngine:
     return TrainEngine(
         config=CONFIG,
@@ -107,7 +93,6 @@ def make_engine(site: Site) -> TrainEngine:
         flush_microbatches=0,
         remat=False,
         zero1=True,
-        balance=True,
         temperature=1.0,
         token_chunk=4,
         objective=SupervisedObjective(),

@@ -61,7 +61,7 @@ def temp_bytes(stage: str, layout: ParallelLayout, chunk: int, vocab: int, width
             token_chunk=chunk,
             programs=programs,
         )
-        return score.program(B, P + width, width).temp_bytes
+        return score.program(score.shapes(B, P + width)[0]).temp_bytes
     train = TrainEngine(
         config=config,
         head=Head.LM,
@@ -73,7 +73,6 @@ def temp_bytes(stage: str, layout: ParallelLayout, chunk: int, vocab: int, width
         flush_microbatches=0,
         remat=False,
         zero1=False,
-        balance=True,
         temperature=1.0,
         token_chunk=chunk,
         objective=PolicyObjective(clip=0.2, entropy_coef=0.01),
@@ -81,7 +80,7 @@ def temp_bytes(stage: str, layout: ParallelLayout, chunk: int, vocab: int, width
         optimizer_key=OPTIMIZER,
         programs=programs,
     )
-    return train.program(B, P + width, width).temp_bytes
+    return train.program(train.shapes(B, P + width)[0]).temp_bytes
 
 
 def logits_bytes(layout: ParallelLayout) -> int:

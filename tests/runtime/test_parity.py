@@ -322,7 +322,6 @@ def train_engine(case: Case, head: Head, programs: ProgramCache, dtype: str) -> 
         flush_microbatches=case.flush,
         remat=case.remat,
         zero1=case.zero1,
-        balance=True,
         temperature=TEMPERATURE,
         token_chunk=5,
         objective=objective,
@@ -486,8 +485,8 @@ def score(case: Case, kind: ScoreKind, dtype: str, programs: ProgramCache) -> di
     )
     params = place(case.config.spec(engine.head, dtype), site, engine.head, case.config)
     totals = prompt_lengths + response_lengths
-    outputs = engine.dispatch(params, tokens, prompt_lengths, totals, T)
-    return {name: x[:B] for name, x in host.fetch(outputs).items()}
+    outputs = host.fetch(engine.dispatch(params, tokens, prompt_lengths, totals))
+    return engine.unpack(outputs, tokens.shape[1], prompt_lengths, totals, T)
 
 
 def check_scores(case: Case, got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:

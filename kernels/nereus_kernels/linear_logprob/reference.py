@@ -97,6 +97,7 @@ def linear_logprob(
     vocab_offset: jax.Array | int = 0,
     temperature: float = 1.0,
     token_chunk: int = 1024,
+    num_wanted: jax.Array | None = None,
     axis_names: tuple[str, ...] = (),
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of `targets` and entropy of the distribution that they are drawn from.
@@ -117,6 +118,8 @@ def linear_logprob(
       vocab_offset: token id of row 0 of `weight_VD`.
       temperature: positive divisor of the logits.
       token_chunk: rows of logits that exist at a time.
+      num_wanted: how many tokens from the first one on are wanted, the same on all of `axis_names`;
+        chunks behind them are not computed, and give 0. None: all.
       axis_names: mesh axes over which the vocabulary is split.
 
     Returns:
@@ -138,8 +141,21 @@ def linear_logprob(
     weight32_VD = weight_VD.astype(jnp.float32)
 
     @jax.checkpoint
-    def one_chunk(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return compute(*chunk, weight32_VD.astype(weight_VD.dtype), vocab_offset)
+    def one_chunk(hidden_ND: jax.Array, targets_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return compute(hidden_ND, targets_N, weight32_VD.astype(weight_VD.dtype), vocab_offset)
 
-    logprobs_CN, entropy_CN = lax.map(one_chunk, (hidden_CND, targets_CN))
+    def no_chunk(hidden_ND: jax.Array, targets_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+        zeros_N = 0.0 * hidden_ND[:, 0].astype(jnp.float32)
+        return zeros_N, zeros_N
+
+    def wanted_chunk(
+        args: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array]:
+        start, *chunk = args
+        if num_wanted is None:
+            return one_chunk(*chunk)
+        return lax.cond(start < num_wanted, one_chunk, no_chunk, *chunk)
+
+    starts_C = jnp.arange(num_chunks) * chunk
+    logprobs_CN, entropy_CN = lax.map(wanted_chunk, (starts_C, hidden_CND, targets_CN))
     return logprobs_CN.reshape(-1)[:num_tokens], entropy_CN.reshape(-1)[:num_tokens]

@@ -5,7 +5,7 @@ Shapes: B rows, S sequence, T response.
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,19 @@ from jax.sharding import PartitionSpec
 from nereus_jax.core.architectures import DecoderConfig, Head
 from nereus_jax.core.layout import DP
 from nereus_jax.models.decoder import Decoder, bind, decoder_graphdef
-from nereus_jax.models.forward import final_scores, response_logprobs, response_values
-from nereus_jax.models.mesh_axes import SHARDED
+from nereus_jax.models.forward import PackedFlush, wanted_logprobs, wanted_scalars
+from nereus_jax.models.mesh_axes import SHARDED, varying
 from nereus_jax.runtime import host
 from nereus_jax.runtime.emu import Params, Site, partition_spec
-from nereus_jax.runtime.engines.rows import RowSplit, split_rows
+from nereus_jax.runtime.engines.packed import (
+    PackedBatch,
+    PackedShape,
+    abstract_batch,
+    num_flushes,
+    pack_batch,
+    packed_shapes,
+    pick_flush,
+)
 from nereus_jax.runtime.programs import Program, ProgramCache, ProgramKey
 
 FLUSH_PER_RANK = 4
@@ -45,7 +53,8 @@ class ScoreEngine:
       site: where the model lives.
       dtype: of its weights.
       precision: of matrix products, a `jax.default_matmul_precision` name.
-      microbatch_size: rows of a replica that are in the layers at a time.
+      microbatch_size: longest rows of a replica that are in the layers at a time: its budget of
+        tokens is this times S.
       temperature: divides the logits, as in the rollout.
       token_chunk: tokens whose logits exist at a time.
       programs: where compiled programs are kept.
@@ -68,16 +77,28 @@ class ScoreEngine:
     def head(self) -> Head:
         return Head.LM if self.kind is ScoreKind.LOGPROBS else Head.SCALAR
 
-    def split(self, num_rows: int) -> RowSplit:
-        """How a batch of this many rows is cut."""
+    def shapes(self, num_rows: int, length: int) -> tuple[PackedShape, ...]:
+        """The shapes of programs that serve a batch of so many rows [B, S]."""
         layout = self.site.placement.layout
-        return split_rows(num_rows, layout, self.microbatch_size, FLUSH_PER_RANK * layout.pp)
+        flush = FLUSH_PER_RANK * layout.pp
+        return packed_shapes(num_rows, length, layout, self.microbatch_size, flush)
 
-    def program(self, num_rows: int, length: int, width: int) -> Program:
-        """The compiled program for a batch of rows [B, S] with responses of at most T."""
-        split = self.split(num_rows)
-        key = ProgramKey.of(self.site, self, "score", split, length, width)
-        return self.programs.get(key, lambda: self._lower(split, length, width))
+    def pack(
+        self, length: int, prompt_lengths_B: np.ndarray, total_lengths_B: np.ndarray
+    ) -> PackedBatch:
+        """How a batch is packed: rewards need the last token, the rest what is before a response's
+        tokens."""
+        prompts, totals = (x.astype(np.int64) for x in (prompt_lengths_B, total_lengths_B))
+        if self.kind is ScoreKind.REWARDS:
+            firsts, counts = totals - 1, (totals > 0).astype(np.int64)
+        else:
+            firsts, counts = prompts - 1, totals - prompts
+        return pack_batch(self.shapes(len(totals), length), totals, firsts, counts)
+
+    def program(self, shape: PackedShape) -> Program:
+        """The compiled program for a shape."""
+        key = ProgramKey.of(self.site, self, "score", shape)
+        return self.programs.get(key, lambda: self._lower(shape))
 
     def dispatch(
         self,
@@ -85,53 +106,79 @@ class ScoreEngine:
         tokens_BS: np.ndarray,
         prompt_lengths_B: np.ndarray,
         total_lengths_B: np.ndarray,
-        width: int,
     ) -> Mapping[str, jax.Array]:
-        """Starts a pass; the arrays hold the padded rows.
+        """Starts a pass; `unpack` brings its results, once fetched, into the rows' order.
 
         Args:
           params: the model's arrays on this site.
           tokens_BS: right-padded rows, prompt then response.
           prompt_lengths_B: length of each prompt.
           total_lengths_B: length of prompt and response together.
-          width: T, the columns of the response-aligned outputs.
         """
-        split = self.split(tokens_BS.shape[0])
-        arrays = split.pad(
-            {
-                "tokens": tokens_BS.astype(np.int32),
-                "prompt_lengths": prompt_lengths_B.astype(np.int32),
-                "total_lengths": total_lengths_B.astype(np.int32),
-            }
-        )
-        program = self.program(tokens_BS.shape[0], tokens_BS.shape[1], width)
-        rows = self.site.sharding((DP,))
-        return program.run(params, {name: host.put(x, rows) for name, x in arrays.items()})
+        batch = self.pack(tokens_BS.shape[1], prompt_lengths_B, total_lengths_B)
+        arrays = batch.rows(tokens_BS, total_lengths_B) | batch.wanted()
+        by_row = self.site.sharding((DP,))
+        microbatches = host.put(np.asarray(batch.microbatches, np.int32), self.site.sharding())
+        placed = {name: host.put(x, by_row) for name, x in arrays.items()}
+        return self.program(batch.shape).run(params, placed, microbatches)
 
-    def _outputs(self, decoder: Decoder, batch: Params, width: int) -> dict[str, jax.Array]:
-        """One pipeline flush: leaves [M, B, ...] in, rows [M * B, ...] out."""
-        tokens, prompt_lengths = batch["tokens"], batch["prompt_lengths"]
-        if self.kind is ScoreKind.VALUES:
-            return {"values": response_values(decoder, tokens, prompt_lengths, width=width)}
+    def unpack(
+        self,
+        outputs: Mapping[str, np.ndarray],
+        length: int,
+        prompt_lengths_B: np.ndarray,
+        total_lengths_B: np.ndarray,
+        width: int,
+    ) -> dict[str, np.ndarray]:
+        """The outputs of `dispatch` by row.
+
+        Args:
+          outputs: on the host.
+          length: S, columns of the rows that were given to `dispatch`.
+          prompt_lengths_B: as given to `dispatch`.
+          total_lengths_B: as given to `dispatch`.
+          width: T, columns of the response-aligned outputs.
+
+        Returns:
+          logprobs and entropy [B, T], or values [B, T], 0 behind the end of a response, or
+          rewards [B].
+        """
+        batch = self.pack(length, prompt_lengths_B, total_lengths_B)
         if self.kind is ScoreKind.REWARDS:
-            return {"rewards": final_scores(decoder, tokens, batch["total_lengths"])}
-        logprobs, entropy = response_logprobs(
+            return {name: batch.take(x, 1)[:, 0] for name, x in outputs.items()}
+        return {name: batch.take(x, width) for name, x in outputs.items()}
+
+    def _outputs(
+        self, decoder: Decoder, flush: PackedFlush, shape: PackedShape
+    ) -> dict[str, jax.Array]:
+        """[K] arrays of one pipeline flush."""
+        if self.kind is not ScoreKind.LOGPROBS:
+            return {str(self.kind): wanted_scalars(decoder, flush, span=shape.span)}
+        logprobs, entropy = wanted_logprobs(
             decoder,
-            tokens,
-            prompt_lengths,
-            width=width,
+            flush,
+            span=shape.span,
             temperature=self.temperature,
             token_chunk=self.token_chunk,
         )
         return {"logprobs": logprobs, "entropy": entropy}
 
-    def _lower(self, split: RowSplit, length: int, width: int) -> jax.stages.Lowered:
+    def _lower(self, shape: PackedShape) -> jax.stages.Lowered:
         spec = self.config.spec(self.head, self.dtype)
         graphdef = decoder_graphdef(self.config, self.head, SHARDED)
+        names = ("logprobs", "entropy") if self.kind is ScoreKind.LOGPROBS else (str(self.kind),)
 
-        def score(params: Params, batch: Params) -> dict[str, jax.Array]:
+        def score(params: Params, batch: Params, microbatches: jax.Array) -> dict[str, jax.Array]:
             decoder = bind(graphdef, params)
-            return map_flushes(lambda part: self._outputs(decoder, part, width), batch, split)
+
+            def add(index: jax.Array, results: dict[str, jax.Array]) -> dict[str, jax.Array]:
+                flush, _ = pick_flush(batch, index, microbatches, shape)
+                outputs = self._outputs(decoder, flush, shape)
+                return {name: results[name].at[index].set(outputs[name]) for name in names}
+
+            empty = jnp.zeros((shape.flushes, shape.flush_tokens), jnp.float32)
+            results = varying(dict.fromkeys(names, empty), SHARDED.dp)
+            return lax.fori_loop(0, num_flushes(microbatches, shape), add, results)
 
         mapped = jax.shard_map(
             score,
@@ -139,32 +186,11 @@ class ScoreEngine:
             in_specs=(
                 {leaf.name: partition_spec(leaf, spec.rules) for leaf in spec},
                 PartitionSpec(DP),
+                PartitionSpec(),
             ),
             out_specs=PartitionSpec(DP),
         )
-        rows = self.site.sharding((DP,))
-        shapes = {"tokens": (length,), "prompt_lengths": (), "total_lengths": ()}
-        batch = {
-            name: jax.ShapeDtypeStruct((split.padded_rows, *shape), jnp.int32, sharding=rows)
-            for name, shape in shapes.items()
-        }
+        count = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.site.sharding())
         with jax.default_matmul_precision(self.precision):
-            return jax.jit(mapped).lower(self.site.abstract(spec), batch)
-
-
-def map_flushes(
-    function: Callable[[Params], dict[str, jax.Array]], batch: Params, split: RowSplit
-) -> dict[str, jax.Array]:
-    """Applies `function` to one flush [M, B, ...] after the other; joins the rows that it
-    returns."""
-    flushes = to_flushes(batch, split)
-    if split.flushes == 1:
-        return function(jax.tree.map(lambda x: x[0], flushes))
-    outputs = lax.map(function, flushes)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
-
-
-def to_flushes(batch: Params, split: RowSplit) -> Params:
-    """The rows of a replica as [flushes, microbatches, microbatch_size, ...]."""
-    shape = (split.flushes, split.microbatches, split.microbatch_size)
-    return {name: x.reshape(*shape, *x.shape[1:]) for name, x in batch.items()}
+            batch = abstract_batch(shape, self.site)
+            return jax.jit(mapped).lower(self.site.abstract(spec), batch, count)

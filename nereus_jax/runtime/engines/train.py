@@ -1,14 +1,15 @@
 """The TRAIN engine: one optimizer update on one minibatch.
 
-A minibatch is cut over dp replicas, pipeline flushes (gradient accumulation) and microbatches
-(GPipe, see `models/pipeline.py` for its memory bound). The loss is a sum over tokens with weights
+The sequences of a minibatch are packed into rows (`packed`), and those cut over dp replicas,
+pipeline flushes (gradient accumulation) and microbatches (GPipe, see `models/pipeline.py` for its
+memory bound). The loss is a sum over tokens with weights
 that were normalized over the whole minibatch, so the update is the same for every layout. Gradients
 accumulate on each device in the dtype of the master weights (float32 by default) and are summed
 once a minibatch, over dp and over the tensor-parallel ranks that share a parameter. With ZeRO-1
 (Rajbhandari et al. 2020) they are reduce-scattered over dp instead, each replica updates its part
 of the parameters, and the parts are gathered again.
 
-Shapes: B rows, S sequence, T response.
+Shapes: B sequences, S longest sequence, T response, K places of a flush.
 """
 
 import dataclasses
@@ -26,14 +27,20 @@ from nereus_jax.core.architectures import LAYER_PREFIX, DecoderConfig, Head
 from nereus_jax.core.emu_spec import EmuSpec
 from nereus_jax.core.layout import DP
 from nereus_jax.models.decoder import Decoder, bind, decoder_graphdef
-from nereus_jax.models.forward import response_logprobs, response_values
+from nereus_jax.models.forward import PackedFlush, wanted_logprobs, wanted_scalars
 from nereus_jax.models.mesh_axes import SHARDED, varying
-from nereus_jax.rl.balance import balance_rows
 from nereus_jax.rl.objectives import Objective
 from nereus_jax.runtime import host
 from nereus_jax.runtime.emu import Params, Site, partition_spec
-from nereus_jax.runtime.engines.rows import RowSplit, split_rows
-from nereus_jax.runtime.engines.score import to_flushes
+from nereus_jax.runtime.engines.packed import (
+    PackedBatch,
+    PackedShape,
+    abstract_batch,
+    num_flushes,
+    pack_batch,
+    packed_shapes,
+    pick_flush,
+)
 from nereus_jax.runtime.optimizers import OptState, abstract_state, init_state, state_spec
 from nereus_jax.runtime.programs import Program, ProgramCache, ProgramKey
 
@@ -56,11 +63,11 @@ class TrainEngine:
       param_dtype: of the master weights.
       compute_dtype: of activations and of the weights in products.
       precision: of matrix products, a `jax.default_matmul_precision` name.
-      microbatch_size: rows of a replica that are in the layers at a time.
+      microbatch_size: longest rows of a replica that are in the layers at a time: its budget of
+        tokens is this times S.
       flush_microbatches: microbatches of a pipeline flush; 0: all of a replica's.
       remat: recompute the activations of each layer in the backward pass.
       zero1: shard the optimizer's state over dp.
-      balance: deal rows to the replicas by length.
       temperature: divides the logits, as in the rollout.
       token_chunk: tokens whose logits exist at a time.
       objective: what is minimized.
@@ -79,7 +86,6 @@ class TrainEngine:
     flush_microbatches: int
     remat: bool
     zero1: bool
-    balance: bool
     temperature: float
     token_chunk: int
     objective: Objective
@@ -114,16 +120,25 @@ class TrainEngine:
         opt_state = init_state(self.optimizer, params, self.abstract_opt_state())
         return TrainState(params, opt_state)
 
-    def split(self, num_rows: int) -> RowSplit:
-        """How a minibatch of this many rows is cut."""
+    def shapes(self, num_rows: int, length: int) -> tuple[PackedShape, ...]:
+        """The shapes of programs that serve a minibatch of so many rows [B, S]."""
         layout = self.site.placement.layout
-        return split_rows(num_rows, layout, self.microbatch_size, self.flush_microbatches)
+        return packed_shapes(
+            num_rows, length, layout, self.microbatch_size, self.flush_microbatches
+        )
 
-    def program(self, num_rows: int, length: int, width: int) -> Program:
-        """The compiled update for a minibatch of rows [B, S] with responses of at most T."""
-        split = self.split(num_rows)
-        key = ProgramKey.of(self.site, self, "train", split, length, width)
-        return self.programs.get(key, lambda: self._lower(split, length, width))
+    def pack(
+        self, length: int, prompt_lengths_B: np.ndarray, total_lengths_B: np.ndarray
+    ) -> PackedBatch:
+        """How a minibatch is packed."""
+        prompts, totals = (x.astype(np.int64) for x in (prompt_lengths_B, total_lengths_B))
+        shapes = self.shapes(len(totals), length)
+        return pack_batch(shapes, totals, prompts - 1, totals - prompts)
+
+    def program(self, shape: PackedShape) -> Program:
+        """The compiled update for a shape."""
+        key = ProgramKey.of(self.site, self, "train", shape)
+        return self.programs.get(key, lambda: self._lower(shape))
 
     def dispatch(
         self,
@@ -148,58 +163,55 @@ class TrainEngine:
           The new state (the old one where a gradient was not finite), and scalars: loss, grad_norm,
           finite (1 or 0), and the objective's metrics.
         """
-        num_rows, length = tokens_BS.shape
-        split = self.split(num_rows)
-        rows = {"tokens": tokens_BS.astype(np.int32), "prompt_lengths": prompt_lengths_B}
-        rows |= {name: arrays[name].astype(np.float32) for name in self.objective.batch_keys}
-        rows["prompt_lengths"] = rows["prompt_lengths"].astype(np.int32)
-        rows = split.pad(rows)
-        if self.balance and split.dp > 1:
-            lengths = split.pad({"lengths": total_lengths_B})["lengths"]
-            order = balance_rows(lengths, split.dp)
-            rows = {name: x[order] for name, x in rows.items()}
-        width = rows["weights"].shape[1]
-        by_row = self.site.sharding((DP,))
+        packed = self.pack(tokens_BS.shape[1], prompt_lengths_B, total_lengths_B)
+        rows = packed.rows(tokens_BS, total_lengths_B) | packed.wanted()
+        keys = self.objective.batch_keys
+        rows |= {name: packed.place(arrays[name].astype(np.float32)) for name in keys}
+        by_row, everywhere = self.site.sharding((DP,)), self.site.sharding()
         batch = {name: host.put(x, by_row) for name, x in rows.items()}
         values = {
-            name: host.put(np.asarray(scalars[name], np.float32), self.site.sharding())
+            name: host.put(np.asarray(scalars[name], np.float32), everywhere)
             for name in self.objective.scalar_keys
         }
-        return self.program(num_rows, length, width).run(state, batch, values)
+        microbatches = host.put(np.asarray(packed.microbatches, np.int32), everywhere)
+        return self.program(packed.shape).run(state, batch, microbatches, values)
 
-    def gradients(self, split: RowSplit, width: int) -> Any:
-        """A function (params, batch, scalars) -> (gradients, metrics) of global arrays."""
+    def gradients(self, shape: PackedShape) -> Any:
+        """A function (params, batch, microbatches, scalars) -> (gradients, metrics) of global
+        arrays."""
         graphdef = decoder_graphdef(self.config, self.head, SHARDED)
         spec, moments = self.spec, self.moment_spec
 
         def flush_loss(
-            params: Params, part: Params, scalars: Params
+            params: Params, flush: PackedFlush, placed: Params, scalars: Params
         ) -> tuple[jax.Array, dict[str, jax.Array]]:
             # The layers cast their own weights, microbatch by microbatch: see Decoder.run_layers.
             cast = {
                 name: x if name.startswith(LAYER_PREFIX) else x.astype(self.compute_dtype)
                 for name, x in params.items()
             }
-            outputs = self._outputs(bind(graphdef, cast), part, width)
-            flat = {name: x.reshape(-1, *x.shape[2:]) for name, x in part.items()}
-            loss, metrics = self.objective(outputs, flat, scalars)
+            outputs = self._outputs(bind(graphdef, cast), flush, shape)
+            loss, metrics = self.objective(outputs, placed, scalars)
             return loss, {"loss": loss, **metrics}
 
         def local(
-            params: Params, batch: Params, scalars: Params
+            params: Params, batch: Params, microbatches: jax.Array, scalars: Params
         ) -> tuple[Params, dict[str, jax.Array]]:
             mine = {name: varying(x, _summed_axes(name)) for name, x in params.items()}
-            flushes = to_flushes(batch, split)
-            grad = jax.grad(flush_loss, has_aux=True)
-            first = jax.tree.map(lambda x: x[0], flushes)
-            grads, metrics = grad(mine, first, scalars)
-            if split.flushes > 1:
 
-                def accumulate(total: Any, part: Params) -> tuple[Any, None]:
-                    return jax.tree.map(jnp.add, total, grad(mine, part, scalars)), None
+            def grad(index: jax.Array | int) -> tuple[Params, dict[str, jax.Array]]:
+                flush, placed = pick_flush(batch, index, microbatches, shape)
+                return jax.grad(flush_loss, has_aux=True)(mine, flush, placed, scalars)
 
-                rest = jax.tree.map(lambda x: x[1:], flushes)
-                (grads, metrics), _ = lax.scan(accumulate, (grads, metrics), rest)
+            totals = grad(0)
+            if shape.flushes > 1:
+                totals = lax.fori_loop(
+                    1,
+                    num_flushes(microbatches, shape),
+                    lambda index, sums: jax.tree.map(jnp.add, sums, grad(index)),
+                    totals,
+                )
+            grads, metrics = totals
             return _reduce(grads, spec, moments), lax.psum(metrics, DP)
 
         return jax.shard_map(
@@ -209,6 +221,7 @@ class TrainEngine:
                 {leaf.name: partition_spec(leaf, spec.rules) for leaf in spec},
                 PartitionSpec(DP),
                 PartitionSpec(),
+                PartitionSpec(),
             ),
             out_specs=(
                 {leaf.name: partition_spec(leaf, spec.rules) for leaf in moments},
@@ -216,21 +229,22 @@ class TrainEngine:
             ),
         )
 
-    def _outputs(self, decoder: Decoder, part: Params, width: int) -> dict[str, jax.Array]:
-        tokens, prompt_lengths = part["tokens"], part["prompt_lengths"]
+    def _outputs(
+        self, decoder: Decoder, flush: PackedFlush, shape: PackedShape
+    ) -> dict[str, jax.Array]:
+        """[1, K] arrays of one pipeline flush."""
+        span, remat = shape.span, self.remat
         if self.head is Head.SCALAR:
-            values = response_values(decoder, tokens, prompt_lengths, width=width, remat=self.remat)
-            return {"values": values}
-        logprobs, entropy = response_logprobs(
+            return {"values": wanted_scalars(decoder, flush, span=span, remat=remat)[None]}
+        logprobs, entropy = wanted_logprobs(
             decoder,
-            tokens,
-            prompt_lengths,
-            width=width,
+            flush,
+            span=span,
             temperature=self.temperature,
             token_chunk=self.token_chunk,
-            remat=self.remat,
+            remat=remat,
         )
-        return {"logprobs": logprobs, "entropy": entropy}
+        return {"logprobs": logprobs[None], "entropy": entropy[None]}
 
     def _update(self, state: TrainState, grads: Params) -> tuple[TrainState, jax.Array]:
         """Applies the gradients on the optimizer's sharding; returns the gradients' norm too."""
@@ -244,32 +258,28 @@ class TrainEngine:
         finite = jnp.isfinite(norm)
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state), norm
 
-    def _lower(self, split: RowSplit, length: int, width: int) -> jax.stages.Lowered:
-        gradients = self.gradients(split, width)
+    def _lower(self, shape: PackedShape) -> jax.stages.Lowered:
+        gradients = self.gradients(shape)
 
         def update(
-            state: TrainState, batch: Params, scalars: Params
+            state: TrainState, batch: Params, microbatches: jax.Array, scalars: Params
         ) -> tuple[TrainState, dict[str, jax.Array]]:
-            grads, metrics = gradients(state.params, batch, scalars)
+            grads, metrics = gradients(state.params, batch, microbatches, scalars)
             new, norm = self._update(state, grads)
             return new, {**metrics, "grad_norm": norm, "finite": jnp.isfinite(norm) * 1.0}
 
         abstract = TrainState(self.site.abstract(self.spec), self.abstract_opt_state())
         shardings = jax.tree.map(lambda x: x.sharding, abstract)
-        by_row, everywhere = self.site.sharding((DP,)), self.site.sharding()
-        shapes = {"tokens": ((length,), jnp.int32), "prompt_lengths": ((), jnp.int32)}
-        shapes |= {name: ((width,), jnp.float32) for name in self.objective.batch_keys}
-        batch = {
-            name: jax.ShapeDtypeStruct((split.padded_rows, *shape), dtype, sharding=by_row)
-            for name, (shape, dtype) in shapes.items()
-        }
+        everywhere = self.site.sharding()
+        batch = abstract_batch(shape, self.site, self.objective.batch_keys)
+        count = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
         scalars = {
             name: jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
             for name in self.objective.scalar_keys
         }
         jitted = jax.jit(update, donate_argnums=0, out_shardings=(shardings, everywhere))
         with jax.default_matmul_precision(self.precision):
-            return jitted.lower(abstract, batch, scalars)
+            return jitted.lower(abstract, batch, count, scalars)
 
 
 def _summed_axes(name: str) -> tuple[str, ...]:
