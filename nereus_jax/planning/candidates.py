@@ -1,3 +1,5 @@
+# pyright: reportUnknownMemberType=false
+# (some of numpy's overloads have unknown parts)
 """Ways to run one model-stage, as arrays: layouts with their microbatches and memory choices.
 
 One row is one candidate. Objects are made only of the few that a search returns; a thousand devices
@@ -14,6 +16,7 @@ from nereus_jax.core.architectures import DecoderConfig
 from nereus_jax.core.hardware import Hardware
 from nereus_jax.core.layout import ParallelLayout
 from nereus_jax.core.roles import ModelStage, Stage
+from nereus_jax.planning.search_lanes import make_cells
 from nereus_jax.planning.workload import Workload
 
 Ints = NDArray[np.int64]
@@ -95,8 +98,9 @@ def enumerate_candidates(
     - pp: for every number of layers a rank can have, the shortest pipeline with it; layers that do
       not divide are padded.
     - dp of TRAIN: only where dp * microbatch * microbatches * accumulation is the minibatch. The
-      other stages fill up with rows without weight: for every number of rows that a replica can
-      have, the smallest dp.
+      other stages fill up with rows without weight, and their replicas never wait for each other:
+      the more of them fit a lane (`search_lanes`), the faster, and the less memory each needs. So
+      for every width of a lane the largest dp, but no larger one than leaves a replica less rows.
 
     Args:
       model: sizes of the model.
@@ -108,16 +112,18 @@ def enumerate_candidates(
     """
     stage = model_stage.stage
     rows = min(workload.minibatch_size, workload.rows) if stage is Stage.TRAIN else workload.rows
+    cells = make_cells(num_devices, hardware.devices_per_node)
+    widths = tuple(cells.widths)
     layouts: list[tuple[int, int, int]] = []
     cuts: list[Ints] = []
     for tp in _tensor_degrees(model, hardware, num_devices, tp_across_nodes):
         for pp in _pipeline_degrees(model.num_layers, num_devices // tp):
-            for dp in _data_degrees(rows, num_devices // (tp * pp), stage):
+            for dp in _data_degrees(rows, widths, tp * pp, stage):
                 layouts.append((dp, pp, tp))
                 cuts.append(_cuts(-(-rows // dp), pp, stage))
     repeats = [len(c) for c in cuts]
     dp, pp, tp = np.array(layouts, np.int64).reshape(-1, 3).repeat(repeats, axis=0).T
-    size, flush, flushes = _joined([np.empty((0, 3), np.int64), *cuts]).T
+    size, flush, flushes = np.concatenate([np.empty((0, 3), np.int64), *cuts]).T
     off = np.zeros(len(dp), np.bool_)
     plain = Candidates(
         dp=dp.copy(),
@@ -140,10 +146,6 @@ def _with_memory_choices(plain: Candidates) -> Candidates:
     zero1 = np.array([False, False, True, True]).repeat(count)
     all_four = dataclasses.replace(plain.take(index), remat=remat, zero1=zero1)
     return all_four.take(~zero1 | (all_four.dp > 1))
-
-
-def _joined(parts: list[Ints]) -> Ints:
-    return np.concatenate(parts)  # pyright: ignore[reportUnknownMemberType]
 
 
 @functools.cache
@@ -169,10 +171,14 @@ def _pipeline_degrees(num_layers: int, limit: int) -> tuple[int, ...]:
 
 
 @functools.cache
-def _data_degrees(rows: int, limit: int, stage: Stage) -> tuple[int, ...]:
+def _data_degrees(
+    rows: int, widths: tuple[int, ...], replica_devices: int, stage: Stage
+) -> tuple[int, ...]:
+    limits = [min(width // replica_devices, rows) for width in widths]
     if stage is Stage.TRAIN:
-        return tuple(d for d in divisors(rows) if d <= limit)
-    return shortest_splits(rows, min(limit, rows))
+        return tuple(d for d in divisors(rows) if d <= limits[-1])
+    # The smallest dp that leaves a replica as few rows as the largest one that fits.
+    return tuple(sorted({-(-rows // -(-rows // limit)) for limit in limits if limit}))
 
 
 @functools.cache

@@ -1,0 +1,186 @@
+# pyright: reportUnknownMemberType=false
+# (some of numpy's overloads have unknown parts)
+"""What of a model-stage's candidates can be part of a best plan, and how such sets add up.
+
+A plan asks three numbers of a candidate: its seconds, the bytes that stay on a device while other
+model-stages run (resident), and the bytes that it needs on top of all that is resident while it
+runs (working). A candidate that another one beats in all three is never needed. Parking trades
+seconds for resident bytes: what is parked comes back only to work.
+
+Shapes: C candidates, K options or points, V widths of a lane; rows of fewer points are filled up
+with infinite ones.
+"""
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nereus_jax.core.roles import ModelStage
+from nereus_jax.planning.candidates import Bools, Candidates, Ints
+
+Floats = NDArray[np.float64]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class StageOptions:
+    """The candidates of a model-stage with their prices, [C] each.
+
+    Attributes:
+      model_stage: which.
+      candidates: what they are.
+      seconds: of all its calls of a step.
+      held_bytes: on each device between its programs: weights, optimizer.
+      working_bytes: on each device on top of that while it runs.
+      park_seconds: what it takes a step to keep the held bytes in the memory of the host; None: it
+        cannot be parked.
+    """
+
+    model_stage: ModelStage
+    candidates: Candidates
+    seconds: Floats
+    held_bytes: Floats
+    working_bytes: Floats
+    park_seconds: Floats | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Frontier:
+    """The options of one model-stage that may be best in a lane, [K] each.
+
+    Attributes:
+      seconds: ascending; parking included.
+      resident: bytes.
+      working: bytes; the held ones too where the option is parked.
+      index: candidate of the model-stage.
+      parked: whether it is parked.
+      fits: [V, K] whether the option fits a lane of that width.
+    """
+
+    seconds: Floats
+    resident: Floats
+    working: Floats
+    index: Ints
+    parked: Bools
+    fits: Bools
+
+    def below(self, working_bytes: float, seconds: float) -> "Curves":
+        """The options that work in so many bytes and seconds, as curves."""
+        count = int(np.searchsorted(self.seconds, seconds, side="right"))
+        allowed = self.fits[:, :count] & (self.working[:count] <= working_bytes)
+        shape = allowed.shape
+        return lower_left(
+            np.broadcast_to(self.seconds[:count], shape),
+            np.where(allowed, self.resident[:count], np.inf),
+            np.broadcast_to(np.arange(count), shape),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Curves:
+    """Resident bytes against seconds, [V, K]: along a row seconds ascend and bytes fall.
+
+    Attributes:
+      seconds, resident: of each point.
+      source: what the point was made of.
+    """
+
+    seconds: Floats
+    resident: Floats
+    source: Ints
+
+    def fastest(self) -> Floats:
+        """[V] fewest seconds; inf for a row without points."""
+        return self.seconds.min(axis=1, initial=np.inf)
+
+    def point_within(self, row: int, seconds: float) -> int:
+        """The point with fewest resident bytes in so many seconds; there must be one."""
+        return int(np.searchsorted(self.seconds[row], seconds, side="right")) - 1
+
+    def first_below(self, resident_bytes: float) -> int | None:
+        """The fastest point of the first row with at most so many resident bytes."""
+        below = np.flatnonzero(self.resident[0] <= resident_bytes)
+        return int(below[0]) if len(below) else None
+
+
+def lower_left(seconds: Floats, resident: Floats, source: Ints) -> Curves:
+    """Of points by ascending seconds [V, N], those with fewer bytes than all before."""
+    lowest = np.minimum.accumulate(resident, axis=1)
+    kept = np.isfinite(lowest)
+    kept[:, 1:] &= lowest[:, 1:] < lowest[:, :-1]
+    longest = int(kept.sum(axis=1).max(initial=0))
+    order = np.argsort(~kept, axis=1, kind="stable")[:, :longest]
+    kept = np.take_along_axis(kept, order, axis=1)
+    return Curves(
+        seconds=np.where(kept, np.take_along_axis(seconds, order, axis=1), np.inf),
+        resident=np.where(kept, np.take_along_axis(resident, order, axis=1), np.inf),
+        source=np.take_along_axis(source, order, axis=1),
+    )
+
+
+def one_after_the_other(first: Curves, second: Curves, seconds: float = np.inf) -> Curves:
+    """Both on the same devices in turn: seconds and resident bytes add up.
+
+    Args:
+      first, second: with as many rows.
+      seconds: slower points are left out.
+
+    Returns:
+      Curves whose `source` is (point of first) * (points of second) + (point of second).
+    """
+    rows = len(first.seconds)
+    total = (first.seconds[:, :, None] + second.seconds[:, None, :]).reshape(rows, -1)
+    resident = (first.resident[:, :, None] + second.resident[:, None, :]).reshape(rows, -1)
+    resident = np.where(total <= seconds, resident, np.inf)
+    some = np.flatnonzero(np.isfinite(resident).any(axis=0))
+    total, resident = total[:, some], resident[:, some]
+    order = np.lexsort((resident, total), axis=1)
+    return lower_left(
+        np.take_along_axis(total, order, axis=1),
+        np.take_along_axis(resident, order, axis=1),
+        some[order],
+    )
+
+
+def frontier(options: StageOptions, widths: list[int], limit_bytes: float) -> Frontier:
+    """The options of a model-stage that may be best in lanes of some widths.
+
+    Of those that hold as many bytes, the ones that a faster one does not beat in working bytes too.
+
+    Args:
+      options: of the model-stage.
+      widths: devices of a lane, ascending; the last is the whole pool. Lanes beside others start
+        at multiples of their tp degrees only if their widths are such: see `search_lanes`.
+      limit_bytes: of a device.
+    """
+    candidates, held, working = options.candidates, options.held_bytes, options.working_bytes
+    index = np.flatnonzero(held + working <= limit_bytes)
+    resident, peak, seconds = held[index], working[index], options.seconds[index]
+    parked = np.zeros(len(index), np.bool_)
+    if options.park_seconds is not None:
+        seconds = np.concatenate([seconds, seconds + options.park_seconds[index]])
+        peak = np.concatenate([peak, peak + resident])
+        resident = np.concatenate([resident, np.zeros_like(resident)])
+        parked = np.concatenate([parked, ~parked])
+        index = np.concatenate([index, index])
+    order = np.lexsort((peak, seconds, resident))
+    seconds, resident, peak = seconds[order], resident[order], peak[order]
+    group = np.cumsum(np.diff(resident, prepend=resident[:1]) > 0)
+    # Each group below the one before, so that a running minimum starts anew.
+    shifted = peak - group * (2.0 * float(peak.max(initial=0.0)) + 1.0)
+    devices, tp = candidates.devices[index[order]], candidates.tp[index[order]]
+    fits = np.stack([devices <= width for width in widths])
+    fits[:-1] &= np.array(widths[:-1], np.int64)[:, None] % tp == 0
+    lowest = np.minimum.accumulate(np.where(fits, shifted, np.inf), axis=1)
+    needed = np.isfinite(lowest)
+    needed[:, 1:] &= lowest[:, 1:] < lowest[:, :-1]
+    kept = np.flatnonzero(needed.any(axis=0))
+    kept = kept[np.argsort(seconds[kept], kind="stable")]
+    return Frontier(
+        seconds=seconds[kept],
+        resident=resident[kept],
+        working=peak[kept],
+        index=index[order][kept],
+        parked=parked[order][kept],
+        fits=needed[:, kept],
+    )

@@ -1,0 +1,125 @@
+# pyright: reportUnknownMemberType=false
+# (some of numpy's overloads have unknown parts)
+"""The best plan of a step: which candidate each model-stage runs with, on which lane.
+
+A step is its waves one after the other. A wave takes as long as its slowest lane, a lane the sum of
+its model-stages. On every device the resident bytes of the model-stages that share it, and the
+working bytes of the one that runs, must fit. Which lanes of different waves share devices is left
+open in the search: the heaviest lane of each wave is taken to. So a plan that is found fits
+whichever way lanes lie, and what that refuses can be had by parking.
+
+With a threshold on the working bytes, what remains is to add up curves of seconds against resident
+bytes: model-stages in a lane add up, of lanes the larger counts, waves add up. That is exact
+dynamic programming. Thresholds are searched by halving intervals; one that cannot hold a better
+plan than the best so far is left out.
+"""
+
+import dataclasses
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+from nereus_jax.planning.frontier import one_after_the_other
+from nereus_jax.planning.search_waves import Pick, Wave, WaveCurve
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """A plan as the search has it.
+
+    Attributes:
+      waves: the picks of each wave, in the order of its model-stages.
+      seconds: of a step's model-stages.
+      peak_bytes: of a device if the heaviest lanes of all waves share it.
+    """
+
+    waves: tuple[tuple[Pick, ...], ...]
+    seconds: float
+    peak_bytes: float
+
+
+def find_best(waves: Sequence[Wave], limit_bytes: float) -> Found | None:
+    """The fastest plan; None: nothing fits.
+
+    Args:
+      waves: of a step.
+      limit_bytes: of every device.
+    """
+    if not all(wave.runs for wave in waves):
+        return None
+    levels = np.unique(np.concatenate([wave.working_bytes for wave in waves]))
+    best: Found | None = None
+    fewest: list[float] = []
+    # Levels (below, top], a bound of their plans' seconds, and how many came before: of equal
+    # bounds the older one first.
+    intervals = [(0.0, 0, -1, len(levels) - 1)]
+    count = 1
+    while intervals:
+        bound, _, below, top = heapq.heappop(intervals)
+        if best is not None and bound >= best.seconds:
+            break
+        level = float(levels[top])
+        total = _Total(
+            [w.curve(level, s) for w, s in zip(waves, _caps(best, fewest, len(waves)), strict=True)]
+        )
+        fewest = fewest or total.fewest_seconds
+        for resident_bytes in (limit_bytes - level, np.inf):
+            found = total.fastest(resident_bytes)
+            if found is not None and found.peak_bytes <= limit_bytes:
+                best = found if best is None or found.seconds < best.seconds else best
+        middle = (below + top) // 2
+        for low, high in ((below, middle), (middle, top - 1)):
+            if low < high:
+                # A level in between allows no more options than this one, and no more room.
+                seconds = total.seconds(limit_bytes - float(levels[low + 1]))
+                heapq.heappush(intervals, (seconds, count, low, high))
+                count += 1
+    return best
+
+
+def _caps(best: Found | None, fewest: Sequence[float], count: int) -> list[float]:
+    """Seconds that each wave may take in a better plan, by the fewest that the others can take."""
+    if best is None:
+        return [np.inf] * count
+    return [best.seconds - sum(fewest) + own for own in fewest]
+
+
+class _Total:
+    """The waves of a step, added up."""
+
+    def __init__(self, waves: list[WaveCurve]) -> None:
+        self._waves = waves
+        self._sums = [waves[0].curve]
+        for wave in waves[1:]:
+            self._sums.append(one_after_the_other(self._sums[-1], wave.curve))
+
+    @property
+    def fewest_seconds(self) -> list[float]:
+        """Of every wave."""
+        return [float(wave.curve.fastest()[0]) for wave in self._waves]
+
+    def seconds(self, resident_bytes: float) -> float:
+        """Of the fastest plan with at most so many resident bytes; inf where there is none."""
+        point = self._sums[-1].first_below(resident_bytes)
+        return np.inf if point is None else float(self._sums[-1].seconds[0, point])
+
+    def fastest(self, resident_bytes: float) -> Found | None:
+        """The fastest plan with at most so many resident bytes."""
+        point = self._sums[-1].first_below(resident_bytes)
+        if point is None:
+            return None
+        seconds = float(self._sums[-1].seconds[0, point])
+        resident = float(self._sums[-1].resident[0, point])
+        points: list[int] = []
+        for i in range(len(self._waves) - 1, 0, -1):
+            source = int(self._sums[i].source[0, point])
+            point, last = divmod(source, self._waves[i].curve.seconds.shape[1])
+            points.append(last)
+        points.append(point)
+        picks = tuple(w.picks(p) for w, p in zip(self._waves, reversed(points), strict=True))
+        return Found(
+            waves=picks,
+            seconds=seconds,
+            peak_bytes=resident + max(p.working_bytes for wave in picks for p in wave),
+        )

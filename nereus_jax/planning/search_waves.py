@@ -1,0 +1,188 @@
+# pyright: reportUnknownMemberType=false
+# (some of numpy's overloads have unknown parts)
+"""The ways to run one wave: its model-stages in lanes, each with an option, as one curve.
+
+Shapes: L lane layouts, G distinct seconds, V widths of a lane.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from nereus_jax.core.roles import ModelStage
+from nereus_jax.planning.candidates import Ints
+from nereus_jax.planning.frontier import (
+    Curves,
+    Floats,
+    Frontier,
+    StageOptions,
+    frontier,
+    lower_left,
+    one_after_the_other,
+)
+from nereus_jax.planning.search_lanes import Subset, lane_layouts, make_cells, subsets
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pick:
+    """How one model-stage runs in a plan.
+
+    Attributes:
+      model_stage: which.
+      index: its candidate.
+      parked: whether it is in the host's memory while others run.
+      seconds: of the candidate, and of parking it.
+      resident_bytes: on each device while others run.
+      working_bytes: on top of all resident ones while it runs.
+      lane: of its wave.
+      width: devices of that lane.
+    """
+
+    model_stage: ModelStage
+    index: int
+    parked: bool
+    seconds: float
+    resident_bytes: float
+    working_bytes: float
+    lane: int
+    width: int
+
+
+class Wave:
+    """The model-stages of a wave, with what may be best of their candidates in every lane."""
+
+    def __init__(
+        self,
+        options: Sequence[StageOptions],
+        num_devices: int,
+        devices_per_node: int,
+        limit_bytes: float,
+    ) -> None:
+        """Takes the priced candidates.
+
+        Args:
+          options: of each model-stage.
+          num_devices: of the pool.
+          devices_per_node: that share the fast links.
+          limit_bytes: of every device.
+        """
+        self.options = tuple(options)
+        self.cells = make_cells(num_devices, devices_per_node, len(options))
+        self.layouts = lane_layouts(len(options), self.cells.count)
+        widths = self.cells.widths if len(options) > 1 else [num_devices]
+        made: dict[int, Frontier] = {}
+        for stage in options:
+            if id(stage.seconds) not in made:  # model-stages with the same prices share it
+                made[id(stage.seconds)] = frontier(stage, widths, limit_bytes)
+        self.frontiers = [made[id(stage.seconds)] for stage in options]
+
+    @property
+    def runs(self) -> bool:
+        """Whether every model-stage has an option."""
+        return all(len(front.seconds) for front in self.frontiers)
+
+    @property
+    def working_bytes(self) -> Floats:
+        """Of all options."""
+        return np.concatenate([front.working for front in self.frontiers])
+
+    def curve(self, working_bytes: float, seconds: float = np.inf) -> "WaveCurve":
+        """The wave with only those options that work in so many bytes, up to so many seconds."""
+        below = {id(f): f.below(working_bytes, seconds) for f in self.frontiers}
+        alone = [below[id(f)] for f in self.frontiers]
+        lanes: dict[Subset, Curves] = {}
+        for subset in subsets(len(alone)):
+            lane = alone[max(subset)]
+            if len(subset) > 1:
+                lane = one_after_the_other(lanes[subset[:-1]], lane, seconds)
+            lanes[subset] = lane
+        return WaveCurve(wave=self, alone=alone, lanes=lanes, curve=self._curve(lanes))
+
+    def _curve(self, lanes: Mapping[Subset, Curves]) -> Curves:
+        """Of the lanes of a layout the largest seconds and the largest resident bytes."""
+        if len(self.options) == 1:
+            return dataclasses.replace(lanes[0,], source=np.zeros_like(lanes[0,].source))
+        table = _layout_table(len(self.options), self.cells.count)
+        fastest = np.concatenate([curves.fastest() for curves in lanes.values()])[table].max(axis=1)
+        if not np.isfinite(fastest.min()):
+            none = np.empty((1, 0))
+            return Curves(seconds=none, resident=none, source=none.astype(np.int64))
+        points = np.concatenate([curves.seconds.ravel() for curves in lanes.values()])
+        seconds = np.unique(points[(points >= fastest.min()) & np.isfinite(points)])
+        within = np.concatenate([_on_grid(curves, seconds) for curves in lanes.values()])
+        resident = within[table[:, 0]]
+        for lane in table.T[1:]:
+            np.maximum(resident, within[lane], out=resident)
+        layout = resident.argmin(axis=0)
+        lowest = resident[layout, np.arange(len(seconds))]
+        return lower_left(seconds[None], lowest[None], layout[None])
+
+
+def _on_grid(curves: Curves, seconds: Floats) -> Floats:
+    """[V, G] fewest resident bytes of each curve in so many seconds; inf where none is as fast."""
+    rows, points = np.nonzero(np.isfinite(curves.seconds))
+    column = np.searchsorted(seconds, curves.seconds[rows, points])
+    grid = np.full((len(curves.seconds), len(seconds)), np.inf)
+    # Points before the grid's first one fall on it together; the last of them has fewest bytes.
+    grid[rows, column] = curves.resident[rows, points]
+    return np.minimum.accumulate(grid, axis=1, out=grid)
+
+
+@functools.cache
+def _layout_table(model_stages: int, cells: int) -> Ints:
+    """[L, lanes] which curve each lane of a layout has; the first one again where it has fewer."""
+    number = {subset: i for i, subset in enumerate(subsets(model_stages))}
+    rows: list[list[int]] = []
+    for lanes in lane_layouts(model_stages, cells):
+        row = [number[subset] * cells + n - 1 for subset, n in lanes]
+        rows.append(row + row[:1] * (model_stages - len(row)))
+    return np.array(rows, np.int64)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class WaveCurve:
+    """Resident bytes against seconds of a wave.
+
+    Attributes:
+      wave: whose.
+      alone: curves of every model-stage; `source` is its option.
+      lanes: curves of model-stages one after the other; `source` as `one_after_the_other` has it.
+      curve: one row; `source` is the lane layout.
+    """
+
+    wave: Wave
+    alone: Sequence[Curves]
+    lanes: Mapping[Subset, Curves]
+    curve: Curves
+
+    def picks(self, point: int) -> tuple[Pick, ...]:
+        """What every model-stage does at a point of the curve."""
+        picks: dict[int, Pick] = {}
+        seconds = float(self.curve.seconds[0, point])
+        for number, (subset, cells) in enumerate(
+            self.wave.layouts[int(self.curve.source[0, point])]
+        ):
+            row = min(cells, len(self.alone[0].seconds)) - 1
+            at = self.lanes[subset].point_within(row, seconds)
+            for last in range(len(subset), 1, -1):
+                source = int(self.lanes[subset[:last]].source[row, at])
+                at, right = divmod(source, self.alone[subset[last - 1]].seconds.shape[1])
+                picks[subset[last - 1]] = self._pick(subset[last - 1], row, right, number, cells)
+            picks[subset[0]] = self._pick(subset[0], row, at, number, cells)
+        return tuple(picks[i] for i in range(len(self.wave.options)))
+
+    def _pick(self, position: int, row: int, point: int, lane: int, cells: int) -> Pick:
+        front = self.wave.frontiers[position]
+        option = int(self.alone[position].source[row, point])
+        return Pick(
+            model_stage=self.wave.options[position].model_stage,
+            index=int(front.index[option]),
+            parked=bool(front.parked[option]),
+            seconds=float(front.seconds[option]),
+            resident_bytes=float(front.resident[option]),
+            working_bytes=float(front.working[option]),
+            lane=lane,
+            width=self.wave.cells.width(cells),
+        )
