@@ -143,7 +143,6 @@ class Operation:
       source: where the values come from; None: no values are needed.
       link_bytes: what it moves, modelled exactly for the transfer of its units.
       seconds: modelled duration.
-      devices: all that take part, ascending; empty: it is the host's work alone.
       produced_bytes: memory that it takes on every device of a produced unit (none if parked).
       consumed_bytes: memory that it gives back on every device of a consumed unit.
     """
@@ -156,9 +155,14 @@ class Operation:
     source: RecoverySource | None
     link_bytes: LinkBytes
     seconds: float
-    devices: tuple[DeviceId, ...]
     produced_bytes: int
     consumed_bytes: int
+
+    @property
+    def devices(self) -> tuple[DeviceId, ...]:
+        """All that its units are on, ascending."""
+        units = (*self.reads, *self.consumes, *self.produces)
+        return tuple(sorted({d for u in units for d in u.devices}))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

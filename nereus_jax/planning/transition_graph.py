@@ -1,0 +1,247 @@
+"""From two plans to the graph of operations that leads from one to the other.
+
+For every model-stage the composed and the direct way are priced; the cheaper comes first. One
+schedule joins the ways of all model-stages. Where memory blocks it, the model-stage that cannot go
+on takes its next way: with one old copy only, then through host memory; then units that live on the
+blocked device and do not change make room. Only then the transition is infeasible.
+
+Source of the method: Nereus, arXiv 2609.34645. Ours: the direct way, Park, padding and degrees that
+are no powers of two.
+"""
+# pyright: reportUnknownMemberType=false
+# (numpy's own types of `unique`, `searchsorted` and `flatnonzero` are partly unknown.)
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from nereus_jax.core.devices import DeviceId
+from nereus_jax.core.emu_spec import EmuSpec
+from nereus_jax.core.errors import InfeasiblePlanError
+from nereus_jax.core.hardware import Hardware
+from nereus_jax.core.layout import ParallelLayout
+from nereus_jax.core.plan import Placement, Plan
+from nereus_jax.core.roles import ModelStage, Stage
+from nereus_jax.core.transition import TransitionGraph
+from nereus_jax.planning.transition_draft import Ground
+from nereus_jax.planning.transition_inputs import StageState, TransitionBudget
+from nereus_jax.planning.transition_ladder import Ladder, escalate
+from nereus_jax.planning.transition_operations import make_graph
+from nereus_jax.planning.transition_problem import make_problem
+from nereus_jax.planning.transition_schedule import make_schedule
+from nereus_jax.planning.transition_ways import Change, Side
+from nereus_jax.planning.unit_bytes import Cut, Ints, LeafClass, held_bytes, leaf_classes
+
+STAGE_ORDER = (Stage.GENERATE, Stage.SCORE, Stage.TRAIN)
+UNBOUNDED_BYTES = 1 << 60
+"""For devices that are gone: nothing is put there."""
+
+
+def plan_transition(
+    states: Mapping[ModelStage, StageState],
+    source: Plan,
+    target: Plan,
+    *,
+    hardware: Hardware,
+    budget: TransitionBudget | None = None,
+    nodes: Mapping[DeviceId, int] | None = None,
+    lost: Iterable[DeviceId] = (),
+) -> TransitionGraph:
+    """The operations that lead from one plan to another, in order, with times and memory.
+
+    Args:
+      states: what the units of each model-stage are; all model-stages of both plans.
+      source: the plan that holds.
+      target: the plan wanted.
+      hardware: links and memory.
+      budget: memory and seconds beside them.
+      nodes: the node of each device, where links are fast; default: its host.
+      lost: devices that are gone; the target must not use them.
+
+    Raises:
+      InfeasiblePlanError: memory cannot be reached in any way, state is lost for good, or the plans
+        do not fit the states; nothing has moved.
+    """
+    budget = budget or TransitionBudget()
+    gone = frozenset(lost)
+    _check(states, source, target, gone)
+    pool = _Pool.of((source, target), nodes)
+    ground = Ground(
+        num_devices=len(pool.devices),
+        node=pool.node,
+        node_names=pool.node_names,
+        alive=np.array([d not in gone for d in pool.devices]),
+        capacity=_capacity(pool.devices, budget, hardware, gone),
+        devices=pool.devices,
+        hardware=hardware,
+        budget=budget,
+    )
+    order = [s for s in states if s in source or s in target]
+    order.sort(key=lambda s: (STAGE_ORDER.index(s.stage), s.role))
+    changes = _Changes(states=states, source=source, target=target, pool=pool, ground=ground)
+    ladders = [Ladder(s, changes.of(s), states[s], wanted=s in target) for s in order]
+    _check_target(ladders, ground)
+    while True:
+        drafts = [ladder.draft for ladder in ladders]
+        problem = make_problem(drafts, ground.capacity, ground.alive)
+        schedule = make_schedule(problem)
+        if schedule.blocked is None:
+            return make_graph(problem, schedule, ladders, ground, gone)
+        escalate(ladders, problem, schedule.blocked, ground)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Pool:
+    """The devices of two plans, ascending, and their places by code."""
+
+    devices: tuple[DeviceId, ...]
+    codes: Ints
+    node: Ints
+    node_names: tuple[int, ...]
+
+    @classmethod
+    def of(cls, plans: Sequence[Plan], nodes: Mapping[DeviceId, int] | None) -> "_Pool":
+        placed = [p.devices for plan in plans for p in plan.placements.values()]
+        every = [d for devices in placed for d in devices]
+        codes, first = np.unique(_codes(every), return_index=True)
+        devices = tuple(every[i] for i in first.tolist())
+        node = np.array([d.host if nodes is None else nodes[d] for d in devices], np.int64)
+        names, numbered = np.unique(node, return_inverse=True)
+        return cls(
+            devices=devices,
+            codes=codes,
+            node=numbered.astype(np.int64),
+            node_names=tuple(names.tolist()),
+        )
+
+    def rows(self, placement: Placement) -> Ints:
+        """[dp, pp * tp] indices of a placement's devices."""
+        indices = np.searchsorted(self.codes, _codes(placement.devices))
+        return indices.reshape(placement.layout.dp, -1)
+
+
+def _codes(devices: Sequence[DeviceId]) -> Ints:
+    """A number for each device that orders them as (host, index) does."""
+    return np.fromiter((d.host << 32 | d.index for d in devices), np.int64, len(devices))
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class _Changes:
+    """Makes the `Change` of each model-stage; equal specs are looked at once."""
+
+    states: Mapping[ModelStage, StageState]
+    source: Plan
+    target: Plan
+    pool: _Pool
+    ground: Ground
+    known: dict[tuple[object, ...], tuple[LeafClass, ...]] = dataclasses.field(
+        default_factory=dict[tuple[object, ...], tuple[LeafClass, ...]]
+    )
+
+    def of(self, model_stage: ModelStage) -> Change:
+        """What becomes of the units of a model-stage."""
+        state = self.states[model_stage]
+        plans = self.source, self.target
+        layouts = [p[model_stage].layout if model_stage in p else None for p in plans]
+        present = [x for x in layouts if x is not None]
+        grouped = state.zero1 and state.optimizer is not None and any(x.dp > 1 for x in present)
+        meshes = [
+            ParallelLayout(x.dp if grouped else 1, x.pp, x.tp).mesh_shape(state.num_kv_heads)
+            for x in (layouts[0] or present[0], layouts[1] or present[-1])
+        ]
+        classes = self._classes(state, meshes, grouped)
+        sides: list[Side] = []
+        for end, plan in enumerate(plans):
+            cut = Cut(meshes[end])
+            layout = layouts[end] or present[0]
+            rows = np.zeros((0, layout.pp * layout.tp), np.int64)
+            if model_stage in plan:
+                rows = self.pool.rows(plan[model_stage])
+            held = 0 if self._shares(model_stage, plan) else held_bytes(classes, cut, end)
+            side = Side(rows=rows, tp=layout.tp, pp=layout.pp, cut=cut, device_bytes=held)
+            sides.append(side)
+        return Change.of(self.ground, classes, state.num_kv_heads, sides[0], sides[1], grouped)
+
+    def _classes(
+        self, state: StageState, meshes: Sequence[tuple[int, ...]], grouped: bool
+    ) -> tuple[LeafClass, ...]:
+        ends: list[list[EmuSpec]] = []
+        for mesh in meshes:
+            specs = [state.parameters]
+            if state.optimizer is not None:
+                optimizer = state.optimizer
+                specs.append(optimizer.with_zero(mesh) if grouped else optimizer)
+            ends.append(specs)
+        if grouped:
+            return leaf_classes(*ends)
+        key = id(state.parameters), id(state.optimizer)
+        if key not in self.known:
+            self.known[key] = leaf_classes(*ends)
+        return self.known[key]
+
+    def _shares(self, model_stage: ModelStage, plan: Plan) -> bool:
+        """Whether a plan lets a model-stage use the very arrays of the one that refreshes it."""
+        origin = self.states[model_stage].refreshed_by
+        if origin is None or model_stage not in plan or origin not in plan:
+            return False
+        mine, its = self.states[model_stage].parameters, self.states[origin].parameters
+        return plan[model_stage] == plan[origin] and (mine is its or mine == its)
+
+
+def _capacity(
+    devices: Sequence[DeviceId],
+    budget: TransitionBudget,
+    hardware: Hardware,
+    gone: frozenset[DeviceId],
+) -> Ints:
+    """[devices] bytes that units may take."""
+    taken = budget.buffer_bytes + budget.communicator_bytes
+    capacity = np.full(len(devices), int(hardware.memory_bytes * (1 - budget.headroom)) - taken)
+    for i, device in enumerate(devices):
+        if device in budget.capacity_bytes:
+            own = budget.capacity_bytes[device]
+            capacity[i] = int(own * (1 - budget.headroom)) - taken
+        capacity[i] -= budget.reserved_bytes.get(device, 0)
+        if device in gone:
+            capacity[i] = UNBOUNDED_BYTES
+    return capacity
+
+
+def _check(
+    states: Mapping[ModelStage, StageState], source: Plan, target: Plan, gone: frozenset[DeviceId]
+) -> None:
+    for name, plan in (("source", source), ("target", target)):
+        unknown = [str(s) for s in plan.placements if s not in states]
+        if unknown:
+            raise InfeasiblePlanError(
+                f"the {name} plan has {', '.join(unknown)}, of which no state was given; "
+                f"there are {', '.join(str(s) for s in states)}"
+            )
+    for model_stage, placement in target.placements.items():
+        missing = gone.intersection(placement.devices)
+        if missing:
+            raise InfeasiblePlanError(
+                f"the target places {model_stage} on {', '.join(map(str, sorted(missing)))}, "
+                f"which is lost; use devices that are alive"
+            )
+
+
+def _check_target(ladders: Sequence[Ladder], ground: Ground) -> None:
+    """Raises InfeasiblePlanError if the target itself is too large for a device."""
+    held = np.zeros(ground.num_devices, np.int64)
+    for ladder in ladders:
+        if not ladder.parked_after:
+            held[ladder.change.new.rows] += ladder.change.new.device_bytes
+    over = np.flatnonzero(held > ground.capacity)
+    if not len(over):
+        return
+    i = int(over[0])
+    here = [x for x in ladders if not x.parked_after and (x.change.new.rows == i).any()]
+    worst = max(here, key=lambda x: x.change.new.device_bytes)
+    raise InfeasiblePlanError(
+        f"the target plan needs {held[i]} bytes for units on device {ground.devices[i]}, "
+        f"{ground.capacity[i]} are available beside headroom and buffers; the largest is "
+        f"{worst.model_stage} with {worst.change.new.device_bytes}: give it more tp or pp, or "
+        f"other devices"
+    )

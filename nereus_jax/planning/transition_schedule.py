@@ -1,0 +1,236 @@
+"""Order and times of the operations of a transition.
+
+List scheduling: at every moment what is ready starts, the most urgent first, if its devices are
+idle and its memory is free. What only releases comes before what acquires; of equals GENERATE comes
+before SCORE before TRAIN. An operation has its devices and their links to itself: a device carries
+out one program at a time.
+
+An acquisition whose memory comes from a release gets an edge from it, so that memory suffices in
+every order that the edges allow, not only at the modelled times. Such an edge comes from an
+operation that has ended, so the graph has no circle.
+"""
+
+import dataclasses
+import heapq
+from collections.abc import Sequence
+
+from nereus_jax.planning.transition_problem import Problem, Task
+
+SEARCH_TASKS = 3000
+"""Tasks that are scheduled at most while several rules of urgency are tried."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Schedule:
+    """Tasks in dispatch order, and when.
+
+    Attributes:
+      order: tasks of the problem.
+      start_s, end_s: by task.
+      blocked: the most urgent task for which memory was not found, and the cell that lacks it;
+        None: all tasks are in the order.
+      lowest_free_bytes: by cell, the least memory that is ever free.
+    """
+
+    order: tuple[int, ...]
+    start_s: tuple[float, ...]
+    end_s: tuple[float, ...]
+    blocked: tuple[int, int] | None
+    lowest_free_bytes: tuple[int, ...]
+
+    @property
+    def seconds(self) -> float:
+        """When the last task ends."""
+        return max(self.end_s, default=0.0)
+
+
+def make_schedule(problem: Problem) -> Schedule:
+    """The best of several rules of urgency; a large problem is tried with fewer."""
+    tasks = problem.tasks
+    after: list[list[int]] = [[] for _ in tasks]
+    for i, edges in enumerate(problem.before):
+        for j in edges:
+            after[j].append(i)
+    best: Schedule | None = None
+    bound_s = _bound_s(problem, after)
+    tried = 0
+    for rule in _rules(problem, after):
+        found = _simulate(problem, after, rule)
+        if best is None or _merit(found) < _merit(best):
+            best = found
+        tried += len(tasks)
+        if tried > SEARCH_TASKS or _merit(best) <= (0, 0, bound_s * (1 + 1e-9)):
+            break
+    assert best is not None
+    return best
+
+
+def _merit(schedule: Schedule) -> tuple[int, int, float]:
+    return schedule.blocked is not None, -len(schedule.order), schedule.seconds
+
+
+def _tails(problem: Problem, after: Sequence[Sequence[int]]) -> list[float]:
+    """Seconds from the start of each task to the end of all that depends on it."""
+    tail = [0.0] * len(problem.tasks)
+    for i in sorted(range(len(tail)), key=lambda i: problem.tasks[i].rank == 2)[::-1]:
+        tail[i] = problem.tasks[i].seconds + max((tail[j] for j in after[i]), default=0.0)
+    return tail
+
+
+def _loads(problem: Problem) -> list[float]:
+    """Seconds that each cell works in all."""
+    load = [0.0] * len(problem.free_bytes)
+    for task in problem.tasks:
+        for cell in task.cells:
+            load[cell] += task.seconds
+    return load
+
+
+def _bound_s(problem: Problem, after: Sequence[Sequence[int]]) -> float:
+    """No schedule is shorter: the longest chain, and the busiest device."""
+    return max(*_tails(problem, after), *_loads(problem), 0.0)
+
+
+def _rules(problem: Problem, after: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Rules of urgency: the place of each task in the order of preference."""
+    tail, load = _tails(problem, after), _loads(problem)
+    tasks = problem.tasks
+    busiest = [max((load[c] for c in t.cells), default=0.0) for t in tasks]
+    net = [sum(b for _, b in t.takes) - sum(b for _, b in t.gives) for t in tasks]
+    keys = (
+        [(t.rank, -tail[i], t.draft) for i, t in enumerate(tasks)],
+        [(t.rank, -busiest[i], -tail[i], t.draft) for i, t in enumerate(tasks)],
+        [(t.rank, t.draft) for t in tasks],
+        [(t.rank, net[i], -tail[i], t.draft) for i, t in enumerate(tasks)],
+        [(t.rank, -t.seconds, t.draft) for t in tasks],
+        [(t.rank, -t.draft, -tail[i]) for i, t in enumerate(tasks)],
+    )
+    rules: list[list[int]] = []
+    for key in keys:
+        place = [0] * len(tasks)
+        for n, i in enumerate(sorted(range(len(tasks)), key=key.__getitem__)):
+            place[i] = n
+        rules.append(place)
+    return rules
+
+
+def _simulate(problem: Problem, after: Sequence[Sequence[int]], place: Sequence[int]) -> Schedule:
+    """Starts what is ready, most urgent first, from event to event."""
+    tasks, number = problem.tasks, len(problem.tasks)
+    at = [0] * number
+    for i, n in enumerate(place):
+        at[n] = i
+    open_edges = [len(edges) for edges in problem.before]
+    free, busy = list(problem.free_bytes), [False] * len(problem.free_bytes)
+    lowest = list(problem.free_bytes)
+    waiting: dict[int, list[int]] = {}
+    start, end = [0.0] * number, [0.0] * number
+    order: list[int] = []
+    running: list[tuple[float, int]] = []
+    ready = [place[i] for i in range(number) if not open_edges[i]]
+    heapq.heapify(ready)
+    now = 0.0
+
+    def finish(task: Task, i: int) -> None:
+        for cell in task.cells:
+            busy[cell] = False
+        for cell, num_bytes in task.gives:
+            free[cell] += num_bytes
+        if waiting:
+            for cell in {*task.cells, *[c for c, _ in task.gives]}:
+                for j in waiting.pop(cell, ()):
+                    heapq.heappush(ready, place[j])
+        for j in after[i]:
+            open_edges[j] -= 1
+            if not open_edges[j]:
+                heapq.heappush(ready, place[j])
+
+    while ready or running:
+        while ready:
+            i = at[heapq.heappop(ready)]
+            task = tasks[i]
+            obstacle = _obstacle(task, busy, free)
+            if obstacle is not None:
+                waiting.setdefault(obstacle, []).append(i)
+                continue
+            order.append(i)
+            start[i], end[i] = now, now + task.seconds
+            for cell, num_bytes in task.takes:
+                free[cell] -= num_bytes
+                if free[cell] < lowest[cell]:
+                    lowest[cell] = free[cell]
+            if task.seconds:
+                for cell in task.cells:
+                    busy[cell] = True
+                heapq.heappush(running, (end[i], i))
+            else:
+                finish(task, i)
+        if running:
+            now, i = heapq.heappop(running)
+            finish(tasks[i], i)
+            while running and running[0][0] <= now:
+                i = heapq.heappop(running)[1]
+                finish(tasks[i], i)
+    blocked = min(((place[i], i, c) for c, w in waiting.items() for i in w), default=None)
+    return Schedule(
+        order=tuple(order),
+        start_s=tuple(start),
+        end_s=tuple(end),
+        blocked=None if blocked is None else blocked[1:],
+        lowest_free_bytes=tuple(lowest),
+    )
+
+
+def _obstacle(task: Task, busy: Sequence[bool], free: Sequence[int]) -> int | None:
+    """A cell that is busy or has too little memory for a task; None: it can start."""
+    for cell in task.cells:
+        if busy[cell]:
+            return cell
+    for cell, num_bytes in task.takes:
+        if free[cell] < num_bytes:
+            return cell
+    return None
+
+
+def resource_edges(problem: Problem, order: Sequence[int]) -> list[tuple[int, ...]]:
+    """For each task the releases that must have ended for its memory, by task.
+
+    A release counts for a task only if it is among what the task waits for; if the rest does not
+    suffice, the earliest other releases of the device are waited for too.
+    """
+    free = list(problem.free_bytes)
+    for task in problem.tasks:
+        for cell, num_bytes in task.takes:
+            free[cell] -= num_bytes
+    tight = {cell for cell, left in enumerate(free) if left < 0}
+    edges: list[tuple[int, ...]] = [()] * len(problem.tasks)
+    if not tight:
+        return edges
+    free = list(problem.free_bytes)
+    ancestors = [0] * len(problem.tasks)
+    releases: dict[int, list[tuple[int, int]]] = {cell: [] for cell in tight}
+    for i in order:
+        task, known = problem.tasks[i], 0
+        for j in problem.before[i]:
+            known |= ancestors[j]
+        added: list[int] = []
+        for cell, num_bytes in task.takes:
+            if cell not in tight:
+                continue
+            free[cell] -= num_bytes
+            if free[cell] >= 0:
+                continue
+            left = free[cell] + sum(b for j, b in releases[cell] if known >> j & 1)
+            for j, _ in releases[cell]:
+                if left >= 0:
+                    break
+                if not known >> j & 1:
+                    added.append(j)
+                    known |= ancestors[j]
+                    left = free[cell] + sum(b for k, b in releases[cell] if known >> k & 1)
+        ancestors[i] = known | 1 << i
+        edges[i] = tuple(sorted(set(added)))
+        for cell, num_bytes in task.gives:
+            if cell in tight:
+                releases[cell].append((i, num_bytes))
+    return edges
