@@ -205,6 +205,7 @@ class TransitionGraph:
         unit must have ended before it consumes it.
       resource_edges: for each operation the earlier ones whose memory it takes over. With them
         memory suffices in every order that the edges allow.
+      local_order: place of each operation in the order of its own model-stage.
       start_s, end_s: modelled, from the start of the transition.
       transition_s: L_tran: the modelled end of the last operation, and the exposed compile time.
       exposed_compile_s: what of that is compile time.
@@ -221,6 +222,7 @@ class TransitionGraph:
     operations: tuple[Operation, ...]
     data_edges: tuple[tuple[int, ...], ...]
     resource_edges: tuple[tuple[int, ...], ...]
+    local_order: tuple[int, ...]
     start_s: tuple[float, ...]
     end_s: tuple[float, ...]
     transition_s: float

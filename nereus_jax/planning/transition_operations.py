@@ -44,6 +44,7 @@ def make_graph(
         operations=tuple(_operations(problem, schedule, ladders, units)),
         data_edges=tuple(edges[0]),
         resource_edges=tuple(edges[1]),
+        local_order=schedule.order,
         start_s=tuple([schedule.start_s[i] for i in schedule.order]),
         end_s=tuple([schedule.end_s[i] for i in schedule.order]),
         transition_s=schedule.seconds + budget.compile_s,
