@@ -3,20 +3,22 @@
 """How much of the peaks programs reach: one efficiency per operation class, learned from seconds.
 
 The cost model gives the seconds of a stage by operation class, each divided by its efficiency. The
-logarithm x_k of an inverse efficiency is a normal variable. A measurement y of a stage with
-predicted seconds s_k (sum s) tells of sum_k (s_k / s) x_k with noise, so that one step of an
-extended Kalman filter moves each class by its share and its uncertainty:
+logarithms x of the inverse efficiencies are normal variables with mean and covariance P. A
+measurement y of a stage with predicted seconds s_k (sum s) tells of sum_k (s_k / s) x_k with noise,
+so that one step of an extended Kalman filter moves each class by its share and its uncertainty:
 
-    innovation r = log(y / s)    share h_k = s_k / s    variance S = sum_k h_k^2 v_k + noise^2
-    gain g_k = v_k h_k / S       x_k += g_k r           v_k -= g_k h_k v_k
+    innovation r = log(y / s)    share h_k = s_k / s    variance S = h' P h + noise^2
+    gain g = P h / S             x += g r               P -= g (P h)'
 
 An innovation beyond `OUTLIER_SIGMAS` standard deviations counts as one of that size (Huber 1964),
-and a first call after a compile counts not at all. Efficiencies drift, so variances grow a little
-with each observation and never fall below a floor.
+and a first call after a compile counts not at all. Efficiencies drift, so P grows a little with
+each observation. Before anything is measured the classes share a part of their uncertainty: a slow
+software stack is slow in everything.
 """
 
 import dataclasses
 import enum
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -43,76 +45,92 @@ class OperationClass(enum.StrEnum):
     LAUNCH = "launch"  # what a program or a step of a loop costs before it computes anything
 
 
+CLASSES = tuple(OperationClass)
+
 PRIOR: Mapping[OperationClass, tuple[float, float]] = {
-    OperationClass.GEMM: (0.60, 0.25),
-    OperationClass.UNALIGNED_GEMM: (0.40, 0.30),
+    OperationClass.GEMM: (0.65, 0.20),
+    OperationClass.UNALIGNED_GEMM: (0.45, 0.30),
     OperationClass.ATTENTION: (0.30, 0.40),
-    OperationClass.MEMORY: (0.60, 0.30),
-    OperationClass.DECODE_MEMORY: (0.50, 0.30),
-    OperationClass.ALL_REDUCE_INTRA: (0.50, 0.40),
-    OperationClass.ALL_REDUCE_INTER: (0.40, 0.50),
-    OperationClass.P2P_INTRA: (0.50, 0.50),
-    OperationClass.P2P_INTER: (0.40, 0.50),
-    OperationClass.HOST_COPY: (0.40, 0.50),
+    OperationClass.MEMORY: (0.60, 0.40),
+    OperationClass.DECODE_MEMORY: (0.65, 0.35),
+    OperationClass.ALL_REDUCE_INTRA: (0.60, 0.30),
+    OperationClass.ALL_REDUCE_INTER: (0.60, 0.30),
+    OperationClass.P2P_INTRA: (0.60, 0.40),
+    OperationClass.P2P_INTER: (0.60, 0.40),
+    OperationClass.HOST_COPY: (0.50, 0.50),
     OperationClass.COMPILE: (0.50, 0.70),
-    OperationClass.LAUNCH: (0.50, 0.50),
+    OperationClass.LAUNCH: (0.60, 1.00),
 }
 """(efficiency, standard deviation of its logarithm) before anything is measured: a little below
 what well-tuned programs reach, so that a plan is rather too slow on paper than too fast."""
 
+COMMON_STD = 0.30
+"""Standard deviation of the logarithm that all classes share before anything is measured."""
+
 NOISE = 0.05
 """Standard deviation of the logarithm of a measured time that repeats."""
-DRIFT = 0.01
-"""What it grows by in one observation, where no measurement says otherwise."""
-FLOOR = 0.005
-"""Smallest standard deviation of a class: nothing is ever known for good."""
+DRIFT = 0.003
+"""What that of an efficiency grows by from one observation to the next."""
 OUTLIER_SIGMAS = 3.0
 """Innovations beyond so many standard deviations are cut to that."""
 FIT_ITERATIONS = 30
+LARGEST_STEP = 0.5
+"""Most that a logarithm moves in one iteration of a fit, which only is right near its start."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Efficiency:
-    """What a class reaches of the peak.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Efficiencies:
+    """An efficiency for each operation class, and how sure it is.
 
     Attributes:
-      value: share of the peak; above 0. It may exceed 1 where the peak in the table is too low.
-      log_std: standard deviation of its logarithm.
-      observations: measurements that it was learned from, weighted with the class's share in each.
+      log_values: [K] logarithm of each class's efficiency, in the order of `OperationClass`.
+      covariance: [K, K] of them.
+      observations: [K] measurements that each was learned from, weighted with its share in them.
     """
 
-    value: float
-    log_std: float
-    observations: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not (0 < self.value < math.inf and 0 <= self.log_std < math.inf):
-            raise ValueError(f"an efficiency is above 0 with a finite deviation, got {self}")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Efficiencies:
-    """An efficiency for each operation class."""
-
-    by_class: Mapping[OperationClass, Efficiency]
-
-    def __post_init__(self) -> None:
-        missing = [c.value for c in OperationClass if c not in self.by_class]
-        if missing:
-            raise ValueError(f"efficiencies are missing for {missing}")
+    log_values: Floats
+    covariance: Floats
+    observations: Floats
 
     @classmethod
     def prior(cls) -> "Efficiencies":
         """What is assumed before anything is measured."""
-        return cls(by_class={c: Efficiency(value=v, log_std=std) for c, (v, std) in PRIOR.items()})
+        own = np.diag([PRIOR[c][1] ** 2 for c in CLASSES])
+        return cls(
+            log_values=np.log([PRIOR[c][0] for c in CLASSES]),
+            covariance=own + COMMON_STD**2,
+            observations=np.zeros(len(CLASSES)),
+        )
+
+    @functools.cached_property
+    def _values(self) -> dict[OperationClass, float]:
+        return {c: math.exp(x) for c, x in zip(CLASSES, self.log_values, strict=True)}
 
     def __getitem__(self, operation: OperationClass) -> float:
-        return self.by_class[operation].value
+        """Share of the peak that a class reaches; above 1 where the table has the peak too low."""
+        return self._values[operation]
+
+    def log_std(self, operation: OperationClass) -> float:
+        """Standard deviation of the logarithm of a class's efficiency."""
+        index = CLASSES.index(operation)
+        return math.sqrt(float(self.covariance[index, index]))
 
     def replace(self, values: Mapping[OperationClass, float]) -> "Efficiencies":
         """The same with other values for some classes."""
-        changed = {c: dataclasses.replace(self.by_class[c], value=v) for c, v in values.items()}
-        return Efficiencies(by_class={**self.by_class, **changed})
+        log_values = self.log_values.copy()
+        for operation, value in values.items():
+            log_values[CLASSES.index(operation)] = math.log(value)
+        return dataclasses.replace(self, log_values=log_values)
+
+    def seconds_std(self, seconds: Mapping[OperationClass, float]) -> float:
+        """Relative standard deviation of modelled seconds, given by class."""
+        shares = _shares(seconds)
+        return math.sqrt(float(shares @ self.covariance @ shares))
+
+
+def _shares(seconds: Mapping[OperationClass, float]) -> Floats:
+    values = np.array([seconds.get(c, 0.0) for c in CLASSES])
+    return values / values.sum()
 
 
 def observe(
@@ -133,27 +151,22 @@ def observe(
         changes nothing.
       noise: standard deviation of the logarithm of such a measurement.
     """
-    total_s = sum(seconds.values())
-    if first_after_compile or not measured_s > 0 or not math.isfinite(measured_s) or total_s <= 0:
+    predicted_s = sum(seconds.values())
+    if first_after_compile or not 0 < measured_s < math.inf or predicted_s <= 0:
         return efficiencies
-    shares = {c: s / total_s for c, s in seconds.items() if s > 0}
-    variances = {
-        c: efficiencies.by_class[c].log_std ** 2 + (DRIFT * h) ** 2 for c, h in shares.items()
-    }
-    spread = math.sqrt(sum(h**2 * variances[c] for c, h in shares.items()) + noise**2)
-    innovation = math.log(measured_s / total_s)
-    limit = OUTLIER_SIGMAS * spread
+    shares = _shares(seconds)
+    covariance = efficiencies.covariance + DRIFT**2 * np.diag(shares > 0)
+    spread = covariance @ shares
+    variance = float(shares @ spread) + noise**2
+    innovation = math.log(measured_s / predicted_s)
+    limit = OUTLIER_SIGMAS * math.sqrt(variance)
     innovation = min(max(innovation, -limit), limit)
-    updated = dict(efficiencies.by_class)
-    for operation, share in shares.items():
-        old, variance = updated[operation], variances[operation]
-        gain = variance * share / spread**2
-        updated[operation] = Efficiency(
-            value=old.value * math.exp(-gain * innovation),
-            log_std=max(math.sqrt(max(variance * (1 - gain * share), 0.0)), FLOOR),
-            observations=old.observations + share,
-        )
-    return Efficiencies(by_class=updated)
+    gain = spread / variance
+    return Efficiencies(
+        log_values=efficiencies.log_values - gain * innovation,
+        covariance=covariance - np.outer(spread, spread) / variance,
+        observations=efficiencies.observations + shares,
+    )
 
 
 Predict = Callable[[Efficiencies], Mapping[OperationClass, Floats]]
@@ -169,9 +182,8 @@ def fit(
 ) -> Efficiencies:
     """Learns from many measurements at once.
 
-    The maximum of the posterior: least sum_i huber((log y_i - log s_i) / noise) + sum_k ((x_k -
-    prior_k) / deviation_k)^2 / 2, by Gauss-Newton steps with the classes' shares as the Jacobian.
-    Classes that no measurement has seconds of keep their prior.
+    The maximum of the posterior: least sum_i huber((log y_i - log s_i) / noise) + (x - prior)'
+    P^-1 (x - prior) / 2, by Gauss-Newton steps with the classes' shares as the Jacobian.
 
     Args:
       predict: the seconds [N] of the measurements by class; may depend on the efficiencies in any
@@ -181,38 +193,32 @@ def fit(
       noise: standard deviation of the logarithm of a measurement, errors of the model included.
     """
     start = prior or Efficiencies.prior()
-    classes = tuple(OperationClass)
     measured = np.log(np.asarray(measured_s, np.float64))
-    deviation = np.array([start.by_class[c].log_std for c in classes])
-    precision = 1.0 / np.maximum(deviation, 1e-9) ** 2
-    shift = np.zeros(len(classes))  # of log(1 / efficiency) from the prior
-    shares = np.zeros((len(measured), len(classes)))
-    weights = np.ones(len(measured))
-    current = start
+    precision = np.linalg.inv(start.covariance)
+    current, normal = start, precision
+    seen = np.zeros(len(CLASSES))
     for _ in range(FIT_ITERATIONS):
         seconds = predict(current)
-        table = np.stack([np.broadcast_to(seconds[c], measured.shape) for c in classes], axis=1)
+        zero = np.zeros(measured.shape)
+        table = np.stack([np.broadcast_to(seconds.get(c, zero), zero.shape) for c in CLASSES], 1)
         total = table.sum(axis=1)
         shares, residual = table / total[:, None], measured - np.log(total)
-        scale = np.abs(residual) / noise
-        weights = np.minimum(1.0, OUTLIER_SIGMAS / np.maximum(scale, 1e-12)) / noise**2
-        normal = shares.T @ (weights[:, None] * shares) + np.diag(precision)
-        step = np.linalg.solve(normal, shares.T @ (weights * residual) - precision * shift)
-        step = np.clip(step, -0.5, 0.5)
-        shift = shift + step
-        current = start.replace({c: start[c] * math.exp(-shift[i]) for i, c in enumerate(classes)})
+        scale = np.maximum(np.abs(residual) / noise, OUTLIER_SIGMAS)
+        weights = OUTLIER_SIGMAS / scale / noise**2
+        normal = shares.T @ (weights[:, None] * shares) + precision
+        shift = start.log_values - current.log_values
+        step = np.linalg.solve(normal, shares.T @ (weights * residual) - precision @ shift)
+        step = np.clip(step, -LARGEST_STEP, LARGEST_STEP)
+        current = dataclasses.replace(current, log_values=current.log_values - step)
+        seen = shares.sum(axis=0)
         if np.abs(step).max() < 1e-6:
             break
-    normal = shares.T @ (weights[:, None] * shares) + np.diag(precision)
-    stds = np.sqrt(np.diag(np.linalg.inv(normal)))
-    seen = shares.sum(axis=0)
     return Efficiencies(
-        by_class={
-            c: Efficiency(
-                value=current[c],
-                log_std=max(float(stds[i]), FLOOR) if seen[i] else start.by_class[c].log_std,
-                observations=start.by_class[c].observations + float(seen[i]),
-            )
-            for i, c in enumerate(classes)
-        }
+        log_values=current.log_values,
+        covariance=_symmetric(np.linalg.inv(normal)),
+        observations=start.observations + seen,
     )
+
+
+def _symmetric(matrix: Floats) -> Floats:
+    return (matrix + matrix.T) / 2

@@ -41,6 +41,9 @@ LOGIT_BYTES = 16.0
 BACKWARD = 2.0
 """Backward over forward, in products and in memory traffic."""
 
+FUSED_ATTENTION_BACKWARD = 2.5
+"""The same of fused attention, which makes the scores again: 5 products against 2 (Dao 2023)."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
@@ -167,7 +170,9 @@ class Passes:
         only_scores = execution.recompute_attention_only
         backward = BACKWARD if self.train else 0.0
         passes = 1.0 + backward + np.where(recompute & (not only_scores), 1.0, 0.0)
-        score_passes = 1.0 + backward + np.where(recompute, 1.0, 0.0)
+        fused = self.train and not execution.score_bytes
+        score_backward = FUSED_ATTENTION_BACKWARD if fused else backward
+        score_passes = 1.0 + score_backward + np.where(recompute, 1.0, 0.0)
         hidden_bytes = rows.tokens * self.sizes.embed_dim * self.prices.element_bytes
         reduced = 2.0 + (2.0 if self.train else 0.0)
         extra = float(execution.recomputed_all_reduces)
@@ -197,7 +202,16 @@ class Passes:
         spent = added(scaled(layer, layer_count), scaled(head, head_count if head else 1.0))
         mean = micro * (total_s(layer) * self.sizes.num_layers + total_s(head)) / c.pp
         bubble_s = np.maximum(total_s(spent) - mean, 0.0)
-        return added(spent, self._hops()), bubble_s
+        return added(spent, self._hops(), self._accumulation()), bubble_s
+
+    def _accumulation(self) -> Spent:
+        """A microbatch's gradients added to those before it: two read, one written."""
+        c = self.candidates
+        if not self.train:
+            return {}
+        traffic = 3.0 * self.execution.grad_bytes * self.sizes.params / (c.pp * c.tp)
+        added_s = self.prices.memory_s(traffic, OperationClass.MEMORY)
+        return {OperationClass.MEMORY: added_s * c.microbatches}
 
     def _hops(self) -> Spent:
         """Activations, and their gradients, from one pipeline rank to the next."""
