@@ -212,9 +212,11 @@ class TransitionGraph:
       critical_path: operations, each of which starts when the one before it ends.
       initial_units: what exists at the start, with broken units and parked ones.
       final_units: what exists at the end.
-      unit_bytes: memory on each device of each initial unit (0 if parked or aliased).
-      capacity_bytes: by device: what units may take (headroom, buffers, communicators are off).
-      peak_bytes: by device: the most that units take, in dispatch order.
+      initial_bytes: memory on each device of each initial unit; 0 if it is parked, or if its
+        arrays are another model-stage's.
+      devices: all of both plans but the lost ones, ascending.
+      capacity_bytes: of each device: what units may take (headroom, buffers, communicators are off).
+      peak_bytes: of each device: the most that units take, in dispatch order.
       choices: for each model-stage.
       lost: devices that are gone; nothing can be read from them.
     """
@@ -230,9 +232,10 @@ class TransitionGraph:
     critical_path: tuple[int, ...]
     initial_units: tuple[Unit, ...]
     final_units: tuple[Unit, ...]
-    unit_bytes: Mapping[Unit, int]
-    capacity_bytes: Mapping[DeviceId, int]
-    peak_bytes: Mapping[DeviceId, int]
+    initial_bytes: tuple[int, ...]
+    devices: tuple[DeviceId, ...]
+    capacity_bytes: tuple[int, ...]
+    peak_bytes: tuple[int, ...]
     choices: Mapping[ModelStage, Choice]
     lost: frozenset[DeviceId] = frozenset()
 
@@ -249,13 +252,11 @@ class TransitionGraph:
     def old_state_fits(self) -> bool:
         """Whether all old and all new units fit side by side, so that the old can be kept until
         the new is verified."""
-        held = dict.fromkeys(self.capacity_bytes, 0)
-        for unit, num_bytes in self.unit_bytes.items():
-            for device in unit.devices:
-                held[device] += num_bytes
-        for operation in self.operations:
-            for unit in operation.produces:
-                if not unit.parked:
-                    for device in unit.devices:
-                        held[device] += operation.produced_bytes
-        return all(held[d] <= self.capacity_bytes[d] for d in held)
+        held = dict.fromkeys(self.devices, 0)
+        taken = [(u, n) for u, n in zip(self.initial_units, self.initial_bytes, strict=True)]
+        taken += [(u, o.produced_bytes) for o in self.operations for u in o.produces]
+        for unit, num_bytes in taken:
+            for device in () if unit.parked else unit.devices:
+                if device in held:
+                    held[device] += num_bytes
+        return all(n <= c for n, c in zip(held.values(), self.capacity_bytes, strict=True))

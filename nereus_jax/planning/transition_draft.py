@@ -7,7 +7,7 @@ Which drafts of all model-stages fit into memory together is decided by the sche
 # (numpy's own types of `unique`, `searchsorted` and `reduceat` are partly unknown.)
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -23,12 +23,10 @@ from nereus_jax.planning.unit_bytes import (
     Ints,
     LeafClass,
     Moved,
-    block_bytes,
-    moved_bytes,
+    Recut,
 )
 
-Pairs = list[tuple[int, int]]
-"""(operation of the phase, unit), in the order of the operations."""
+NO_UNITS = np.zeros(0, np.int64)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,12 +50,47 @@ class Family:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Some:
+    """Units of operations of a phase, in the order of the operations.
+
+    Attributes:
+      operation: [N] which operation.
+      unit: [N] number of the unit in the draft.
+    """
+
+    operation: Ints
+    unit: Ints
+
+    @classmethod
+    def each(cls, units: Ints) -> "Some":
+        """One for each operation."""
+        return cls(operation=np.arange(len(units)), unit=units)
+
+    @classmethod
+    def together(cls, units: Ints) -> "Some":
+        """All for one operation."""
+        return cls(operation=np.zeros(len(units), np.int64), unit=units)
+
+    @classmethod
+    def shared(cls, units: Ints, operations: int) -> "Some":
+        """As many for each of so many operations."""
+        each = len(units) // max(operations, 1)
+        return cls(operation=np.repeat(np.arange(operations), each), unit=units)
+
+    def __len__(self) -> int:
+        return len(self.unit)
+
+
+NONE = Some(operation=NO_UNITS, unit=NO_UNITS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Phase:
     """Operations of one kind of a model-stage, which may run side by side.
 
     Attributes:
       kind: of all of them.
-      reads, consumes, produces: units by number in the draft.
+      reads, consumes, produces: units.
       source: where the values come from.
       seconds: of each operation.
       links: [O, 5] bytes: local, intra_node, inter_node, host, storage.
@@ -65,9 +98,9 @@ class Phase:
     """
 
     kind: OperationKind
-    reads: Pairs
-    consumes: Pairs
-    produces: Pairs
+    reads: Some
+    consumes: Some
+    produces: Some
     source: RecoverySource | None
     seconds: Floats
     links: Ints
@@ -82,7 +115,7 @@ class Draft:
       way: its name.
       families: all units; those of the first are numbered first.
       phases: in local order.
-      initial: numbers of the units that exist at the start.
+      initial: numbers of the units that exist at the start: all of the first family.
       final: numbers of the units that exist at the end.
       price: with all devices to itself.
       reason: why it is considered.
@@ -91,8 +124,8 @@ class Draft:
     way: Way
     families: tuple[Family, ...]
     phases: tuple[Phase, ...]
-    initial: tuple[int, ...]
-    final: tuple[int, ...]
+    initial: Ints
+    final: Ints
     price: Price
     reason: str
 
@@ -110,6 +143,7 @@ class Ground:
       devices: what the indices stand for.
       hardware: its links.
       budget: set-up time, storage.
+      recuts: what was already worked out, by leaves and meshes.
     """
 
     num_devices: int
@@ -120,6 +154,16 @@ class Ground:
     devices: tuple[DeviceId, ...]
     hardware: Hardware
     budget: TransitionBudget
+    recuts: dict[tuple[object, ...], Recut] = dataclasses.field(
+        default_factory=dict[tuple[object, ...], Recut]
+    )
+
+    def recut(self, classes: tuple[LeafClass, ...], source: Cut, target: Cut) -> Recut:
+        """Bytes of moves from one mesh to another; worked out once."""
+        key = id(classes), source.mesh_shape, target.mesh_shape
+        if key not in self.recuts:
+            self.recuts[key] = Recut(classes, source, target)
+        return self.recuts[key]
 
 
 class DraftBuilder:
@@ -130,119 +174,112 @@ class DraftBuilder:
       classes: the leaves of this one.
     """
 
-    def __init__(self, ground: Ground, classes: Sequence[LeafClass]) -> None:
+    def __init__(self, ground: Ground, classes: tuple[LeafClass, ...]) -> None:
         self._ground = ground
-        self._classes = tuple(classes)
+        self._classes = classes
         self._families: list[Family] = []
-        self._family_of: list[int] = []
-        self._base: list[int] = []
+        self._base: list[int] = [0]
         self._phases: list[Phase] = []
         self._load_s = 0.0
         self._held = np.zeros(ground.num_devices, np.int64)
         self._peak_bytes = 0
 
-    def add(self, family: Family) -> range:
+    def add(self, family: Family) -> Ints:
         """Numbers of the units of a family."""
-        base = len(self._family_of)
+        base = self._base[-1]
         self._families.append(family)
-        self._base.append(base)
-        self._family_of += [len(self._families) - 1] * len(family.rows)
-        return range(base, base + len(family.rows))
+        self._base.append(base + len(family.rows))
+        return np.arange(base, base + len(family.rows))
 
-    def hold(self, units: Iterable[int]) -> None:
+    def hold(self, units: Ints) -> None:
         """These units exist at the start."""
-        self._change_held(list(units), 1)
+        self._change_held(units, 1)
 
-    def node_of(self, unit: int) -> int:
-        """The node of a unit's first device."""
-        return int(self._ground.node[self._row(unit)[0]])
+    def family(self, unit: int) -> Family:
+        """The family of a unit."""
+        return self._families[self._place(unit)]
 
-    def degrees(self, unit: int) -> tuple[int, int]:
-        """(tp, pp) of a unit."""
-        family = self._families[self._family_of[unit]]
-        return family.tp, family.pp
+    def rows(self, units: Ints) -> Ints:
+        """[N, ranks] devices of units of one size."""
+        first, last = self._place(int(units.min())), self._place(int(units.max()))
+        if first == last:
+            return self._families[first].rows[units - self._base[first]]
+        rows = np.zeros((len(units), self._families[first].rows.shape[1]), np.int64)
+        for number in range(first, last + 1):
+            base, end = self._base[number], self._base[number + 1]
+            here = (base <= units) & (units < end)
+            if here.any():
+                rows[here] = self._families[number].rows[units[here] - base]
+        return rows
 
-    def destroy(self, units: Iterable[int]) -> None:
+    def nodes(self, units: Ints) -> Ints:
+        """The node of each unit's first device."""
+        return self._ground.node[self.rows(units)[:, 0]] if len(units) else NO_UNITS
+
+    def destroy(self, units: Ints) -> None:
         """A phase that gives units up, one operation each."""
-        consumes = list(enumerate(units))
-        if consumes:
-            self._append(OperationKind.DESTROY, [], consumes, [], None, *_nothing(len(consumes)))
+        if len(units):
+            self._append(OperationKind.DESTROY, NONE, Some.each(units), NONE, None)
 
-    def refresh(self, units: Iterable[int]) -> None:
+    def refresh(self, units: Ints) -> None:
         """A phase that makes memory for units, one operation each."""
-        produces = list(enumerate(units))
-        if produces:
-            self._append(OperationKind.REFRESH, [], [], produces, None, *_nothing(len(produces)))
+        if len(units):
+            self._append(OperationKind.REFRESH, NONE, NONE, Some.each(units), None)
 
-    def move(self, kind: OperationKind, reads: Pairs, consumes: Pairs, produces: Pairs) -> None:
-        """A phase of transfers between devices."""
-        if not produces:
+    def move(self, kind: OperationKind, reads: Some, consumes: Some, produces: Some) -> None:
+        """A phase of transfers between devices, from units read or units consumed."""
+        if not len(produces):
             return
-        number = produces[-1][0] + 1
-        sources = self._entries(sorted([*reads, *consumes]), alive_only=True)
-        targets = self._entries(produces)
-        cuts = self._cut((reads or consumes)[0][1]), self._cut(produces[0][1])
-        ground = self._ground
-        moved = moved_bytes(self._classes, *cuts, sources, targets, ground.node, number)
-        givers = np.bincount(sources.operation, minlength=number)
-        takers = np.bincount(targets.operation, minlength=number)
-        seconds = _transfer_seconds(moved, givers, takers, ground)
-        links = np.zeros((number, 5), np.int64)
+        given = reads if len(reads) else consumes
+        moved, givers, takers = self._moved(given, produces)
+        seconds = _transfer_seconds(moved, givers, takers, self._ground)
+        links = np.zeros((len(seconds), 5), np.int64)
         links[:, 0], links[:, 1], links[:, 2] = moved.local, moved.intra_node, moved.inter_node
-        self._append(kind, reads, consumes, produces, RecoverySource.REPLICA, seconds, links)
+        source = RecoverySource.REPLICA
+        self._append(kind, reads, consumes, produces, source, seconds, links)
 
-    def park(self, consumes: Pairs, produces: Pairs) -> None:
+    def park(self, consumes: Some, produces: Some) -> None:
         """A phase that copies units to host memory."""
-        entries = self._entries(consumes)
-        blocks = block_bytes(self._classes, self._cut(consumes[0][1]), 0)[entries.rank]
-        seconds, links = self._host_cost(entries, blocks)
-        self._append(
-            OperationKind.PARK, [], consumes, produces, RecoverySource.REPLICA, seconds, links
-        )
+        cut = self.family(int(consumes.unit[0])).cut
+        blocks = self._ground.recut(self._classes, cut, cut).source_block
+        seconds, links = self._host_cost(self._entries(consumes), blocks)
+        source = RecoverySource.REPLICA
+        self._append(OperationKind.PARK, NONE, consumes, produces, source, seconds, links)
 
-    def unpark(self, reads: Pairs, consumes: Pairs, produces: Pairs, after_all: bool) -> None:
+    def unpark(self, consumes: Some, produces: Some, *, after_all: bool) -> None:
         """A phase that copies parked units to devices; hosts send what another one holds."""
-        sources, targets = self._entries(sorted([*reads, *consumes])), self._entries(produces)
-        number = produces[-1][0] + 1
-        cuts = self._cut((reads or consumes)[0][1]), self._cut(produces[0][1])
-        blocks = block_bytes(self._classes, cuts[1], 1)[targets.rank]
-        seconds, links = self._host_cost(targets, blocks)
+        sources, targets = self._entries(consumes), self._entries(produces)
+        recut = self._recut(consumes, produces)
+        seconds, links = self._host_cost(targets, recut.block)
         ground = self._ground
-        moved = moved_bytes(self._classes, *cuts, sources, targets, ground.node, number)
+        moved = recut.moved(sources, targets, ground.node, len(seconds))
         links[:, 2] = moved.inter_node
         seconds = seconds + moved.receive_inter_node / ground.hardware.inter_node.bytes_per_s
-        self._append(
-            OperationKind.UNPARK,
-            reads,
-            consumes,
-            produces,
-            RecoverySource.REPLICA,
-            seconds,
-            links,
-            after_all,
-        )
+        kind, source = OperationKind.UNPARK, RecoverySource.REPLICA
+        self._append(kind, NONE, consumes, produces, source, seconds, links, after_all)
 
-    def restore(self, produces: Pairs, source: RecoverySource) -> None:
+    def restore(self, produces: Some, source: RecoverySource) -> None:
         """A phase that reads units from a host snapshot or a checkpoint."""
-        entries = self._entries(produces)
-        blocks = block_bytes(self._classes, self._cut(produces[0][1]), 1)[entries.rank]
-        seconds, links = self._host_cost(entries, blocks)
+        cut = self.family(int(produces.unit[0])).cut
+        blocks = self._ground.recut(self._classes, cut, cut).block
+        seconds, links = self._host_cost(self._entries(produces), blocks)
         if source is RecoverySource.CHECKPOINT:
-            total, largest = _by_operation(entries, blocks)
+            total, largest = _by_operation(self._entries(produces), blocks)
             links[:, 4] = total
             seconds = seconds + largest / self._ground.budget.storage_bytes_per_s
-        self._append(OperationKind.RESTORE, [], [], produces, source, seconds, links)
+        self._append(OperationKind.RESTORE, NONE, NONE, produces, source, seconds, links)
 
-    def draft(self, way: Way, initial: Iterable[int], final: Iterable[int], reason: str) -> Draft:
+    def draft(self, way: Way, initial: Ints, final: Ints, reason: str) -> Draft:
         """What was collected."""
-        links = np.sum([p.links.sum(axis=0) for p in self._phases], axis=0, initial=0)
-        links = np.broadcast_to(links, (5,))
+        links = np.zeros(5, np.int64)
+        for phase in self._phases:
+            links += phase.links.sum(axis=0)
         return Draft(
             way=way,
             families=tuple(self._families),
             phases=tuple(self._phases),
-            initial=tuple(initial),
-            final=tuple(final),
+            initial=initial,
+            final=final,
             price=Price(
                 seconds=self._load_s,
                 link_bytes=link_bytes(links.tolist()),
@@ -250,6 +287,31 @@ class DraftBuilder:
             ),
             reason=reason,
         )
+
+    def _moved(self, given: Some, produces: Some) -> tuple[Moved, Ints, Ints]:
+        """What a phase moves, and how many devices of each operation give and take."""
+        number = int(produces.operation[-1]) + 1
+        recut, ground = self._recut(given, produces), self._ground
+        if self._alike(given, number) and self._alike(produces, number):
+            giving, taking = self.rows(given.unit), self.rows(produces.unit)
+            moved = recut.moved_alike(giving, taking, ground.node, number)
+            ends = (np.full(number, rows.size // number) for rows in (giving, taking))
+            return moved, *ends
+        sources, targets = self._entries(given, alive_only=True), self._entries(produces)
+        moved = recut.moved(sources, targets, ground.node, number)
+        ends = (np.bincount(e.operation, minlength=number) for e in (sources, targets))
+        return moved, *ends
+
+    def _alike(self, some: Some, operations: int) -> bool:
+        """Whether all operations have as many units, each a mesh of its own, and all are alive."""
+        count = np.bincount(some.operation, minlength=operations)
+        single = self.family(int(some.unit[0])).cut.mesh_shape[0] == 1
+        alive = self._ground.alive
+        return single and bool((count == count[0]).all()) and bool(alive.all())
+
+    def _recut(self, given: Some, produces: Some) -> Recut:
+        cuts = (self.family(int(some.unit[0])).cut for some in (given, produces))
+        return self._ground.recut(self._classes, *cuts)
 
     def _host_cost(self, entries: Entries, blocks: Ints) -> tuple[Floats, Ints]:
         total, largest = _by_operation(entries, blocks)
@@ -262,66 +324,69 @@ class DraftBuilder:
     def _append(
         self,
         kind: OperationKind,
-        reads: Pairs,
-        consumes: Pairs,
-        produces: Pairs,
+        reads: Some,
+        consumes: Some,
+        produces: Some,
         source: RecoverySource | None,
-        seconds: Floats,
-        links: Ints,
+        seconds: Floats | None = None,
+        links: Ints | None = None,
         after_all: bool = False,
     ) -> None:
-        self._change_held([u for _, u in produces], 1)
+        if seconds is None or links is None:
+            number = len(consumes) + len(produces)
+            seconds, links = np.zeros(number), np.zeros((number, 5), np.int64)
+        self._change_held(produces.unit, 1)
         self._peak_bytes = max(self._peak_bytes, int(self._held.max(initial=0)))
-        self._change_held([u for _, u in consumes], -1)
-        self._load_s += self._busiest_s(seconds, [*reads, *consumes, *produces])
-        self._phases.append(
-            Phase(
-                kind=kind,
-                reads=reads,
-                consumes=consumes,
-                produces=produces,
-                source=source,
-                seconds=seconds,
-                links=links,
-                after_all=after_all,
-            )
+        self._change_held(consumes.unit, -1)
+        if kind is not OperationKind.DESTROY and seconds.any():
+            self._load_s += self._busiest_s(seconds, (reads, consumes, produces))
+        phase = Phase(
+            kind=kind,
+            reads=reads,
+            consumes=consumes,
+            produces=produces,
+            source=source,
+            seconds=seconds,
+            links=links,
+            after_all=after_all,
         )
+        self._phases.append(phase)
 
-    def _busiest_s(self, seconds: Floats, pairs: Pairs) -> float:
+    def _busiest_s(self, seconds: Floats, parts: Sequence[Some]) -> float:
         """How long the busiest device of a phase works."""
-        if not seconds.any():
-            return 0.0
         number = self._ground.num_devices
-        keys = np.concatenate([o * number + self._row(u) for o, u in pairs])
-        keys = np.unique(keys)
-        return float(np.bincount(keys % number, seconds[keys // number]).max())
+        if len(seconds) == 1:
+            return float(seconds[0])
+        loads = [np.zeros(number)] * 3
+        for i, some in enumerate(parts):
+            if len(some):
+                rows = self.rows(some.unit)
+                each = np.repeat(seconds[some.operation], rows.shape[1])
+                loads[i] = np.bincount(rows.ravel(), each, number)
+        # What is consumed is turned into what is produced on the spot; a copy is another's work.
+        return float((loads[0] + np.maximum(loads[1], loads[2])).max())
 
-    def _change_held(self, units: Sequence[int], sign: int) -> None:
-        by_family: dict[int, list[int]] = {}
-        for unit in units:
-            by_family.setdefault(self._family_of[unit], []).append(unit)
-        for number, members in by_family.items():
-            family = self._families[number]
-            if family.device_bytes and not family.parked:
-                rows = family.rows[np.array(members) - self._base[number]]
-                self._held[rows] += sign * family.device_bytes
+    def _change_held(self, units: Ints, sign: int) -> None:
+        if not len(units):
+            return
+        for number, family in enumerate(self._families):
+            base, end = self._base[number], self._base[number + 1]
+            here = units[(units >= base) & (units < end)]
+            if len(here) and family.device_bytes and not family.parked:
+                self._held[family.rows[here - base]] += sign * family.device_bytes
 
-    def _row(self, unit: int) -> Ints:
-        number = self._family_of[unit]
-        return self._families[number].rows[unit - self._base[number]]
+    def _place(self, unit: int) -> int:
+        return next(i for i, base in enumerate(self._base[1:]) if unit < base)
 
-    def _cut(self, unit: int) -> Cut:
-        return self._families[self._family_of[unit]].cut
-
-    def _entries(self, pairs: Pairs, alive_only: bool = False) -> Entries:
+    def _entries(self, some: Some, alive_only: bool = False) -> Entries:
         """The devices of units; under ZeRO-1 ranks are those of the whole group."""
-        rows = np.array([self._row(unit) for _, unit in pairs])
+        rows = self.rows(some.unit)
         size = rows.shape[1]
-        operation = np.repeat(np.array([o for o, _ in pairs]), size)
-        device = rows.ravel()
-        units = np.array([u - self._base[self._family_of[u]] for _, u in pairs])
-        grouped = self._cut(pairs[0][1]).mesh_shape[0] > 1
-        base = units * size if grouped else np.zeros(len(pairs), np.int64)
+        operation, device = np.repeat(some.operation, size), rows.ravel()
+        place = self._place(int(some.unit[0]))
+        within = some.unit - self._base[place]
+        grouped = self._families[place].cut.mesh_shape[0] > 1
+        base = within * size if grouped else np.zeros(len(within), np.int64)
         rank: Ints = (base[:, None] + np.arange(size)).ravel()
         if alive_only and not self._ground.alive.all():
             alive = self._ground.alive[device]
@@ -335,10 +400,6 @@ def link_bytes(row: Sequence[int]) -> LinkBytes:
     return LinkBytes(
         local=local, intra_node=intra_node, inter_node=inter_node, host=host, storage=storage
     )
-
-
-def _nothing(number: int) -> tuple[Floats, Ints]:
-    return np.zeros(number), np.zeros((number, 5), np.int64)
 
 
 def _by_operation(entries: Entries, blocks: Ints) -> tuple[Floats, Floats]:

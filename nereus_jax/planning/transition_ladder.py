@@ -123,7 +123,7 @@ def _moving(change: Change) -> tuple[list[Draft], list[tuple[Way, MakeDraft]]]:
     if change.grouped:
         return [ways.regrouped(change)], [(Way.PARKED, lambda: ways.parked(change))]
     later: list[tuple[Way, MakeDraft]] = [(Way.LEAN, lambda: ways.lean(change))]
-    if not change.kept_old:
+    if not len(change.kept_old):
         later.append((Way.PARKED, lambda: ways.parked(change)))
     return [composed(change), ways.direct(change)], later
 

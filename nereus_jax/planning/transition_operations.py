@@ -34,11 +34,13 @@ def make_graph(
         [tuple(sorted([place[j] for j in before[i]])) for i in schedule.order]
         for before in (problem.before, waits)
     ]
-    initial = [base + u for base, d in zip(problem.base, drafts, strict=True) for u in d.initial]
-    final = [base + u for base, d in zip(problem.base, drafts, strict=True) for u in d.final]
-    capacity = dict(zip(ground.devices, ground.capacity.tolist(), strict=True))
+    based = list(zip(problem.base, drafts, strict=True))
+    initial: list[int] = [u for base, d in based for u in (d.initial + base).tolist()]
+    final: list[int] = [u for base, d in based for u in (d.final + base).tolist()]
+    alive = ground.alive.tolist()
     lowest = np.array(schedule.lowest_free_bytes)[problem.cell_of]
-    peak = dict(zip(ground.devices, (ground.capacity - lowest).tolist(), strict=True))
+    by_device = (ground.capacity.tolist(), (ground.capacity - lowest).tolist())
+    capacity, peak = (tuple([n for n, up in zip(x, alive, strict=True) if up]) for x in by_device)
     budget = ground.budget
     return TransitionGraph(
         operations=tuple(_operations(problem, schedule, ladders, units)),
@@ -52,9 +54,10 @@ def make_graph(
         critical_path=_critical_path(problem, schedule, edges),
         initial_units=tuple([units[u] for u in initial]),
         final_units=tuple([units[u] for u in final]),
-        unit_bytes={units[u]: problem.family_of[u].device_bytes for u in initial},
-        capacity_bytes={d: n for d, n in capacity.items() if d not in lost},
-        peak_bytes={d: n for d, n in peak.items() if d not in lost},
+        initial_bytes=tuple([problem.family_of[u].device_bytes for u in initial]),
+        devices=tuple([d for d, up in zip(ground.devices, alive, strict=True) if up]),
+        capacity_bytes=capacity,
+        peak_bytes=peak,
         choices={ladder.model_stage: ladder.choice() for ladder in ladders},
         lost=lost,
     )

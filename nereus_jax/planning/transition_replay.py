@@ -59,9 +59,10 @@ def replay(
       order: their numbers; default: the dispatch order.
       capacities: bytes that units may take, by device; default: those that were planned with.
     """
-    limits = graph.capacity_bytes if capacities is None else capacities
-    held = dict.fromkeys(limits, 0)
-    units = dict(graph.unit_bytes)
+    limits = dict(zip(graph.devices, graph.capacity_bytes, strict=True))
+    limits |= capacities or {}
+    held = dict.fromkeys(graph.devices, 0)
+    units = dict(zip(graph.initial_units, graph.initial_bytes, strict=True))
     for unit, num_bytes in units.items():
         for device in unit.devices:
             if device in held:

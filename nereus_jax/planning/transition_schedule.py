@@ -12,7 +12,7 @@ operation that has ended, so the graph has no circle.
 
 import dataclasses
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from nereus_jax.planning.transition_problem import Problem, Task
 
@@ -52,9 +52,10 @@ def make_schedule(problem: Problem) -> Schedule:
         for j in edges:
             after[j].append(i)
     best: Schedule | None = None
-    bound_s = _bound_s(problem, after)
+    tail, load = _tails(problem, after), _loads(problem)
+    bound_s = max(*tail, *load, 0.0)  # the longest chain, the busiest device
     tried = 0
-    for rule in _rules(problem, after):
+    for rule in _rules(problem, tail, load):
         found = _simulate(problem, after, rule)
         if best is None or _merit(found) < _merit(best):
             best = found
@@ -86,32 +87,29 @@ def _loads(problem: Problem) -> list[float]:
     return load
 
 
-def _bound_s(problem: Problem, after: Sequence[Sequence[int]]) -> float:
-    """No schedule is shorter: the longest chain, and the busiest device."""
-    return max(*_tails(problem, after), *_loads(problem), 0.0)
-
-
-def _rules(problem: Problem, after: Sequence[Sequence[int]]) -> list[list[int]]:
+def _rules(problem: Problem, tail: Sequence[float], load: Sequence[float]) -> Iterator[list[int]]:
     """Rules of urgency: the place of each task in the order of preference."""
-    tail, load = _tails(problem, after), _loads(problem)
     tasks = problem.tasks
-    busiest = [max((load[c] for c in t.cells), default=0.0) for t in tasks]
-    net = [sum(b for _, b in t.takes) - sum(b for _, b in t.gives) for t in tasks]
-    keys = (
-        [(t.rank, -tail[i], t.draft) for i, t in enumerate(tasks)],
-        [(t.rank, -busiest[i], -tail[i], t.draft) for i, t in enumerate(tasks)],
-        [(t.rank, t.draft) for t in tasks],
-        [(t.rank, net[i], -tail[i], t.draft) for i, t in enumerate(tasks)],
-        [(t.rank, -t.seconds, t.draft) for t in tasks],
-        [(t.rank, -t.draft, -tail[i]) for i, t in enumerate(tasks)],
+    busiest = [max([load[c] for c in t.cells], default=0.0) for t in tasks]
+    keys: tuple[Callable[[int, Task], tuple[float, ...]], ...] = (
+        lambda i, t: (t.rank, -tail[i], t.draft),
+        lambda i, t: (t.rank, -busiest[i], -tail[i], t.draft),
+        lambda _, t: (t.rank, t.draft),
+        lambda i, t: (t.rank, _net_bytes(t), -tail[i], t.draft),
+        lambda _, t: (t.rank, -t.seconds, t.draft),
+        lambda i, t: (t.rank, -t.draft, -tail[i]),
     )
-    rules: list[list[int]] = []
     for key in keys:
+        values = [key(i, task) for i, task in enumerate(tasks)]
         place = [0] * len(tasks)
-        for n, i in enumerate(sorted(range(len(tasks)), key=key.__getitem__)):
+        for n, i in enumerate(sorted(range(len(tasks)), key=values.__getitem__)):
             place[i] = n
-        rules.append(place)
-    return rules
+        yield place
+
+
+def _net_bytes(task: Task) -> int:
+    """What a task takes for good, on all cells."""
+    return sum(b for _, b in task.takes) - sum(b for _, b in task.gives)
 
 
 def _simulate(problem: Problem, after: Sequence[Sequence[int]], place: Sequence[int]) -> Schedule:

@@ -6,10 +6,19 @@ stays until its replacement is there.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from nereus_jax.core.transition import OperationKind, RecoverySource, Way
-from nereus_jax.planning.transition_draft import Draft, DraftBuilder, Family, Ground
+from nereus_jax.planning.transition_draft import (
+    NO_UNITS,
+    NONE,
+    Draft,
+    DraftBuilder,
+    Family,
+    Ground,
+    Some,
+)
 from nereus_jax.planning.unit_bytes import Cut, Ints, LeafClass
 from nereus_jax.planning.unit_layouts import (
     Degrees,
@@ -64,7 +73,7 @@ class Change:
       num_kv_heads: of its model.
       old: where it is.
       new: where it is wanted.
-      kept: for each new unit the old one that it is, or -1.
+      kept: [new units] the old unit that each is, or -1.
       usable: old units that do not stay, and are whole on devices that are alive.
       broken: old units that have lost a device.
       wanted: new units that do not exist yet.
@@ -76,66 +85,69 @@ class Change:
     num_kv_heads: int
     old: Side
     new: Side
-    kept: tuple[int, ...]
-    usable: tuple[int, ...]
-    broken: tuple[int, ...]
-    wanted: tuple[int, ...]
+    kept: Ints
+    usable: Ints
+    broken: Ints
+    wanted: Ints
     grouped: bool
 
     @classmethod
     def of(
         cls,
         ground: Ground,
-        classes: Sequence[LeafClass],
+        classes: tuple[LeafClass, ...],
         num_kv_heads: int,
         old: Side,
         new: Side,
         grouped: bool,
     ) -> "Change":
         """Compares the two sides."""
-        kept = [-1] * len(new.rows)
-        if old.degrees == new.degrees:
-            kept = same_rows(old.rows, new.rows, ground.num_devices).tolist()
-        if old.device_bytes != new.device_bytes:  # it shared another's arrays, or will share them
-            kept = [-1] * len(new.rows)
-        if grouped and (len(old.rows) != len(new.rows) or kept != list(range(len(kept)))):
-            kept = [-1] * len(new.rows)  # the optimizer's tensors are cut by the whole placement
-        stays = set(kept)
-        intact = whole(old.rows, ground.alive).tolist()
+        none = np.full(len(new.rows), -1, np.int64)
+        kept = none
+        # Other bytes: it shared another model-stage's arrays, or will share them.
+        if old.degrees == new.degrees and old.device_bytes == new.device_bytes:
+            kept = same_rows(old.rows, new.rows, ground.num_devices)
+        if grouped and not np.array_equal(old.rows, new.rows):
+            kept = none  # the optimizer's tensors are cut by the whole placement
+        intact = whole(old.rows, ground.alive)
+        leaves = np.ones(len(old.rows), np.bool_)
+        leaves[kept[kept >= 0]] = False
         return cls(
             ground=ground,
-            classes=tuple(classes),
+            classes=classes,
             num_kv_heads=num_kv_heads,
             old=old,
             new=new,
-            kept=tuple(kept),
-            usable=tuple(i for i, ok in enumerate(intact) if ok and i not in stays),
-            broken=tuple(i for i, ok in enumerate(intact) if not ok),
-            wanted=tuple(i for i, k in enumerate(kept) if k < 0),
+            kept=kept,
+            usable=np.flatnonzero(intact & leaves),
+            broken=np.flatnonzero(~intact),
+            wanted=np.flatnonzero(kept < 0),
             grouped=grouped,
         )
 
     @property
-    def changed(self) -> tuple[int, ...]:
+    def changed(self) -> Ints:
         """Old units that do not stay."""
-        return tuple(sorted((*self.usable, *self.broken)))
+        if not len(self.broken):
+            return self.usable
+        return np.sort(np.concatenate([self.usable, self.broken]))
 
     @property
-    def kept_old(self) -> tuple[int, ...]:
+    def kept_old(self) -> Ints:
         """Old units that stay."""
-        return tuple(k for k in self.kept if k >= 0)
+        return self.kept[self.kept >= 0]
 
     @property
     def is_kept(self) -> bool:
         """Whether nothing changes."""
-        return not self.usable and not self.broken and not self.wanted
+        return not len(self.usable) and not len(self.broken) and not len(self.wanted)
 
     @property
     def has_intact(self) -> bool:
         """Whether a copy of the state is whole on devices that are alive."""
         if self.grouped:
-            return not self.broken and bool(len(self.old.rows))
-        return bool(self.usable or self.kept_old)
+            return not len(self.broken) and bool(len(self.old.rows))
+        return bool(len(self.usable) or len(self.kept_old))
 
     @property
     def survives(self) -> bool:
@@ -144,11 +156,13 @@ class Change:
             return False
         return bool(self.ground.alive[self.old.rows].any(axis=0).all())
 
-    def final(self, old: Sequence[int], new: Sequence[int]) -> list[int]:
+    def final(self, old: Ints, new: Ints) -> Ints:
         """Numbers of the units at the end: a kept unit goes by its old number."""
-        return [old[k] if k >= 0 else new[i] for i, k in enumerate(self.kept)]
+        units = new.copy()
+        units[self.kept >= 0] = old[self.kept_old]
+        return units
 
-    def start(self) -> tuple[DraftBuilder, range, range]:
+    def start(self) -> tuple[DraftBuilder, Ints, Ints]:
         """A builder that holds the old units, and the numbers of the old and the new ones."""
         build = DraftBuilder(self.ground, self.classes)
         old, new = build.add(self.old.family()), build.add(self.new.family())
@@ -165,8 +179,8 @@ def kept(change: Change) -> Draft:
 def refreshed(change: Change) -> Draft:
     """Old units go, new ones are filled by the next step's weight edge."""
     build, old, new = change.start()
-    build.destroy(old[i] for i in change.changed)
-    build.refresh(new[i] for i in change.wanted)
+    build.destroy(old[change.changed])
+    build.refresh(new[change.wanted])
     final = change.final(old, new)
     return build.draft(Way.REFRESHED, old, final, "its weight edge fills it in the next step")
 
@@ -175,18 +189,19 @@ def released(change: Change) -> Draft:
     """All units go."""
     build, old, _ = change.start()
     build.destroy(old)
-    return build.draft(Way.RELEASED, old, (), "the new plan has no such model-stage")
+    return build.draft(Way.RELEASED, old, NO_UNITS, "the new plan has no such model-stage")
 
 
 def restored(change: Change, source: RecoverySource) -> Draft:
     """New units from outside, then copies of them."""
     build, old, new = change.start()
-    build.destroy(old[i] for i in change.changed)
+    build.destroy(old[change.changed])
     if change.grouped:
-        build.restore([(0, u) for u in new], source)
+        build.restore(Some.together(new), source)
     else:
-        build.restore([(0, new[change.wanted[0]])], source)
-        copy_units(build, [new[change.wanted[0]]], [new[i] for i in change.wanted[1:]])
+        wanted = new[change.wanted]
+        build.restore(Some.each(wanted[:1]), source)
+        copy_units(build, wanted[:1], wanted[1:])
     final = change.final(old, new)
     return build.draft(Way.RESTORED, old, final, f"no copy is intact: restored from {source}")
 
@@ -194,14 +209,14 @@ def restored(change: Change, source: RecoverySource) -> Draft:
 def regrouped(change: Change) -> Draft:
     """One Reshard of all units at once: ZeRO-1, or copies that are whole only together."""
     build, old, new = change.start()
-    build.move(OperationKind.RESHARD, [], [(0, u) for u in old], [(0, u) for u in new])
+    build.move(OperationKind.RESHARD, NONE, Some.together(old), Some.together(new))
     return build.draft(Way.DIRECT, old, new, "its units can only be read together")
 
 
 def direct(change: Change) -> Draft:
     """Units that share devices are resharded together; others are copied."""
     build, old, new = change.start()
-    build.destroy(old[i] for i in change.broken)
+    build.destroy(old[change.broken])
     _reshard(change, build, change.usable, old, new)
     final = change.final(old, new)
     return build.draft(Way.DIRECT, old, final, "moves only what the target devices lack")
@@ -210,12 +225,12 @@ def direct(change: Change) -> Draft:
 def lean(change: Change) -> Draft:
     """Only one old copy is kept, and the memory of the others is free before anything moves."""
     build, old, new = change.start()
-    source: list[int] = []
-    if not change.kept_old:
+    source = NO_UNITS
+    if not len(change.kept_old):
         new_of = owner(change.new.rows, change.ground.num_devices)
-        shared = (new_of[change.old.rows] >= 0).sum(axis=1).tolist()
-        source = [min(change.usable, key=lambda i: shared[i])]
-    build.destroy(old[i] for i in change.changed if i not in source)
+        shared = (new_of[change.old.rows[change.usable]] >= 0).sum(axis=1)
+        source = change.usable[shared.argmin()][None]
+    build.destroy(old[np.setdiff1d(change.changed, source)])
     _reshard(change, build, source, old, new)
     final = change.final(old, new)
     return build.draft(Way.LEAN, old, final, "frees all copies but one before any moves")
@@ -224,18 +239,17 @@ def lean(change: Change) -> Draft:
 def parked(change: Change) -> Draft:
     """One copy (under ZeRO-1 all units) waits in host memory until devices have room."""
     build, old, new = change.start()
+    family = change.old.family(parked=True)
     if change.grouped:
-        waiting = build.add(change.old.family(parked=True))
-        build.park([(0, u) for u in old], [(0, u) for u in waiting])
-        build.unpark([], [(0, u) for u in waiting], [(0, u) for u in new], after_all=False)
+        waiting = build.add(family)
+        build.park(Some.together(old), Some.together(waiting))
+        build.unpark(Some.together(waiting), Some.together(new), after_all=False)
     else:
-        copy = change.usable[0]
-        build.destroy(old[i] for i in change.changed if i != copy)
-        parked_family = change.old.family(parked=True)
-        one = dataclasses.replace(parked_family, rows=parked_family.rows[copy : copy + 1])
-        waiting = build.add(one)
-        build.park([(0, old[copy])], [(0, waiting[0])])
-        _unpark_one(build, waiting[0], [new[i] for i in change.wanted])
+        copy = change.usable[:1]
+        build.destroy(old[np.setdiff1d(change.changed, copy)])
+        waiting = build.add(dataclasses.replace(family, rows=family.rows[copy]))
+        build.park(Some.each(old[copy]), Some.each(waiting))
+        _unpark_one(build, waiting, new[change.wanted])
     final = change.final(old, new)
     return build.draft(Way.PARKED, old, final, "device memory has no room for two copies")
 
@@ -244,9 +258,9 @@ def evicted(change: Change) -> Draft:
     """Units that do not change make room for others, and come back at the end."""
     build, old, new = change.start()
     waiting = build.add(change.old.family(parked=True))
-    number = [0 if change.grouped else i for i in range(len(old))]
-    build.park(_pairs(number, old), _pairs(number, waiting))
-    build.unpark([], _pairs(number, waiting), _pairs(number, new), after_all=True)
+    some = Some.together if change.grouped else Some.each
+    build.park(some(old), some(waiting))
+    build.unpark(some(waiting), some(new), after_all=True)
     return build.draft(Way.PARKED, old, new, "makes room for other model-stages meanwhile")
 
 
@@ -255,10 +269,10 @@ def unparked(change: Change) -> Draft:
     build = DraftBuilder(change.ground, change.classes)
     old, new = build.add(change.old.family(parked=True)), build.add(change.new.family())
     if change.grouped:
-        build.unpark([], [(0, u) for u in old], [(0, u) for u in new], after_all=False)
+        build.unpark(Some.together(old), Some.together(new), after_all=False)
     else:
         build.destroy(old[1:])
-        _unpark_one(build, old[0], list(new))
+        _unpark_one(build, old[:1], new)
     return build.draft(Way.PARKED, old, new, "it was in host memory")
 
 
@@ -267,8 +281,8 @@ def put_away(change: Change) -> Draft:
     build = DraftBuilder(change.ground, change.classes)
     old, new = build.add(change.old.family()), build.add(change.old.family(parked=True))
     build.hold(old)
-    number = [0 if change.grouped else i for i in range(len(old))]
-    build.park(_pairs(number, old), _pairs(number, new))
+    some = Some.together if change.grouped else Some.each
+    build.park(some(old), some(new))
     return build.draft(Way.PARKED, old, new, "the new plan keeps it in host memory")
 
 
@@ -279,55 +293,57 @@ def stays_parked(change: Change) -> Draft:
     return build.draft(Way.KEPT, old, old, "it stays in host memory")
 
 
-def copy_units(build: DraftBuilder, sources: Sequence[int], targets: Sequence[int]) -> None:
-    """Copies of units, passed on over a tree: Extend, or Reshard from another layout."""
-    if not targets:
+def copy_units(build: DraftBuilder, sources: Ints, targets: Ints) -> None:
+    """Copies of units, passed on over a tree: Extend, or Reshard from another layout.
+
+    Args:
+      build: where they go.
+      sources: units of one layout that have the state.
+      targets: units of one layout that want it.
+    """
+    if not len(targets):
         return
-    place = {unit: build.node_of(unit) for unit in (*sources, *targets)}
-    pairs = spread(sources, targets, place)
-    layout = build.degrees(targets[0])
-    far = [(s, t) for s, t in pairs if build.degrees(s) != layout]
-    near = [(s, t) for s, t in pairs if build.degrees(s) == layout]
-    for kind, chosen in ((OperationKind.RESHARD, far), (OperationKind.EXTEND, near)):
-        reads = [(n, s) for n, (s, _) in enumerate(chosen)]
-        build.move(kind, reads, [], [(n, t) for n, (_, t) in enumerate(chosen)])
+    givers, takers = spread(build.nodes(sources), build.nodes(targets))
+    units = np.concatenate([sources, targets])
+    first, last = build.family(int(sources[0])), build.family(int(targets[0]))
+    far = np.zeros(len(takers), np.bool_)
+    if (first.tp, first.pp) != (last.tp, last.pp):
+        far = givers < len(sources)
+    for kind, chosen in ((OperationKind.RESHARD, far), (OperationKind.EXTEND, ~far)):
+        reads, produces = units[givers[chosen]], units[takers[chosen]]
+        build.move(kind, Some.each(reads), NONE, Some.each(produces))
 
 
-def _reshard(
-    change: Change, build: DraftBuilder, olds: Sequence[int], old: range, new: range
-) -> None:
+def _reshard(change: Change, build: DraftBuilder, olds: Ints, old: Ints, new: Ints) -> None:
     """From some old units to all wanted ones: groups that share devices, then copies.
 
     Old units that share no device with a new one are destroyed at once, unless copies are made of
     them because there is nothing else to copy.
     """
-    number, wanted = change.ground.num_devices, change.wanted
-    old_rows, new_rows = change.old.rows[list(olds)], change.new.rows[list(wanted)]
-    groups = meeting_groups(
-        owner(old_rows, number), owner(new_rows, number), len(old_rows), len(new_rows)
+    wanted = change.wanted
+    old_group, new_group = meeting_groups(
+        change.old.rows[olds], change.new.rows[wanted], change.ground.num_devices
     )
-    met_old = {i for ours, _ in groups for i in ours}
-    met_new = {j for _, theirs in groups for j in theirs}
-    apart = [old[i] for n, i in enumerate(olds) if n not in met_old]
-    copies = [new[j] for n, j in enumerate(wanted) if n not in met_new]
-    sources = [old[k] for k in change.kept_old]
-    sources = sources or [new[wanted[j]] for j in sorted(met_new)]
-    read_apart = bool(copies) and not sources
+    met: list[Ints] = []
+    for group in (old_group, new_group):
+        order = np.argsort(group, kind="stable")
+        met.append(order[group[order] >= 0])
+    apart, copies = old[olds[old_group < 0]], new[wanted[new_group < 0]]
+    sources = old[change.kept_old]
+    if not len(sources):
+        sources = new[wanted[np.sort(met[1])]]
+    read_apart = bool(len(copies)) and not len(sources)
     if not read_apart:
         build.destroy(apart)
-    consumes = [(n, old[olds[i]]) for n, (ours, _) in enumerate(groups) for i in ours]
-    produces = [(n, new[wanted[j]]) for n, (_, theirs) in enumerate(groups) for j in theirs]
-    build.move(OperationKind.RESHARD, [], consumes, produces)
-    copy_units(build, sources or apart, copies)
+    consumes = Some(operation=old_group[met[0]], unit=old[olds[met[0]]])
+    produces = Some(operation=new_group[met[1]], unit=new[wanted[met[1]]])
+    build.move(OperationKind.RESHARD, NONE, consumes, produces)
+    copy_units(build, apart if read_apart else sources, copies)
     if read_apart:
         build.destroy(apart)
 
 
-def _unpark_one(build: DraftBuilder, waiting: int, targets: Sequence[int]) -> None:
+def _unpark_one(build: DraftBuilder, waiting: Ints, targets: Ints) -> None:
     """A parked unit comes back as the first of some units; the others are copies of that."""
-    build.unpark([], [(0, waiting)], [(0, targets[0])], after_all=False)
+    build.unpark(Some.each(waiting), Some.each(targets[:1]), after_all=False)
     copy_units(build, targets[:1], targets[1:])
-
-
-def _pairs(numbers: Iterable[int], units: Iterable[int]) -> list[tuple[int, int]]:
-    return list(zip(numbers, units, strict=True))

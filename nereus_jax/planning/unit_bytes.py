@@ -108,19 +108,6 @@ def held_bytes(classes: Iterable[LeafClass], cut: Cut, end: int) -> int:
     return total
 
 
-def block_bytes(classes: Iterable[LeafClass], cut: Cut, end: int) -> Ints:
-    """Logical bytes of every rank's blocks [R]: padding is not counted."""
-    total = np.zeros(cut.num_ranks, np.int64)
-    for leaves in classes:
-        size = np.full(cut.num_ranks, leaves.cell_bytes, np.int64)
-        for dim in leaves.dims:
-            position, count = cut.along(dim[2] if end else dim[1])
-            local = -(-dim[0] // count)
-            size *= np.clip(dim[0] - position * local, 0, local)
-        total += size
-    return total
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Entries:
     """Devices of operations, grouped by operation in ascending order.
@@ -154,17 +141,19 @@ class Moved:
     receive_inter_node: Floats
     local_max: Floats
 
+    def table(self) -> Floats:
+        """[6, O] all of them, in the order of the attributes."""
+        return np.stack([getattr(self, field.name) for field in dataclasses.fields(self)])
 
-def moved_bytes(
-    classes: Iterable[LeafClass],
-    source_cut: Cut,
-    target_cut: Cut,
-    sources: Entries,
-    targets: Entries,
-    node: Ints,
-    num_operations: int,
-) -> Moved:
-    """What operations move, each from all of its source blocks to all of its target blocks.
+    @classmethod
+    def of(cls, table: Floats) -> "Moved":
+        """Of what `table` gave."""
+        names = (field.name for field in dataclasses.fields(cls))
+        return cls(**dict(zip(names, table, strict=True)))
+
+
+class Recut:
+    """Bytes of moves from one cut of a state to another.
 
     A device receives the part of its target block that its own source block does not hold; a box
     that a node lacks crosses the slow link once, and is then passed on inside the node.
@@ -172,34 +161,209 @@ def moved_bytes(
     Args:
       classes: the leaves.
       source_cut, target_cut: the meshes; a device's rank gives its blocks.
-      sources: the blocks that can be read.
-      targets: the blocks wanted; every operation has some.
-      node: [devices] where links are fast.
-      num_operations: O.
+
+    Attributes:
+      source_block, block: [R] logical bytes of every rank's blocks at the source and the target:
+        padding is not counted.
     """
-    classes = tuple(classes)
-    own = _own_entry(sources, targets, len(node))
-    has = np.flatnonzero(own >= 0)
-    mine, wanted = sources.rank[own[has]], targets.rank[has]
-    kept, copied = _overlaps(classes, source_cut, target_cut, mine, wanted)
-    block = block_bytes(classes, target_cut, 1)[targets.rank]
-    lacking, local = block.astype(np.float64), np.zeros(len(block))
-    lacking[has] -= kept
-    local[has] = copied
-    inter, share = _crossing(
-        classes, source_cut, target_cut, sources, targets, node, num_operations
-    )
-    near = np.maximum(lacking - share, 0.0)
-    wire = np.bincount(targets.operation, lacking, num_operations)
-    first = np.searchsorted(targets.operation, np.arange(num_operations))
-    return Moved(
-        local=np.bincount(targets.operation, local, num_operations),
-        intra_node=wire - inter,
-        inter_node=inter,
-        receive_intra_node=np.maximum.reduceat(near, first),
-        receive_inter_node=np.maximum.reduceat(share, first),
-        local_max=np.maximum.reduceat(local, first),
-    )
+
+    def __init__(self, classes: Iterable[LeafClass], source_cut: Cut, target_cut: Cut) -> None:
+        self._classes = tuple(classes)
+        self._dims = list(dict.fromkeys(d for c in self._classes for d in c.dims))
+        at = {dim: i for i, dim in enumerate(self._dims)}
+        self._members = [[at[d] for d in c.dims] for c in self._classes]
+        self._extent = np.array([d[0] for d in self._dims], np.int64)[:, None]
+        here, there = [d[1] for d in self._dims], [d[2] for d in self._dims]
+        self._source = _Positions(self._extent, source_cut, here)
+        self._target = _Positions(self._extent, target_cut, there)
+        self.source_block = self._products(self._source.length(self._extent))
+        self.block = self._products(self._target.length(self._extent))
+        self._overlap: list[Floats | None] = [None] * len(self._classes)
+        self._known: dict[bytes, Floats] = {}
+
+    def moved(self, sources: Entries, targets: Entries, node: Ints, num_operations: int) -> Moved:
+        """What operations move, each from all of its source blocks to all of its target blocks.
+
+        Args:
+          sources: the blocks that can be read.
+          targets: the blocks wanted; every operation has some.
+          node: [devices] where links are fast.
+          num_operations: O.
+        """
+        own = _own_entry(sources, targets, len(node))
+        has = np.flatnonzero(own >= 0)
+        lacking = self.block[targets.rank].astype(np.float64)
+        local = np.zeros(len(lacking))
+        if len(has):
+            kept, copied = self._kept(sources.rank[own[has]], targets.rank[has])
+            lacking[has] -= kept
+            local[has] = copied
+        inter, share = self._crossing(sources, targets, node, num_operations)
+        near = np.maximum(lacking - share, 0.0)
+        wire = np.bincount(targets.operation, lacking, num_operations)
+        first = np.searchsorted(targets.operation, np.arange(num_operations))
+        return Moved(
+            local=np.bincount(targets.operation, local, num_operations),
+            intra_node=wire - inter,
+            inter_node=inter,
+            receive_intra_node=np.maximum.reduceat(near, first),
+            receive_inter_node=np.maximum.reduceat(share, first),
+            local_max=np.maximum.reduceat(local, first),
+        )
+
+    def moved_alike(
+        self, source_rows: Ints, target_rows: Ints, node: Ints, num_operations: int
+    ) -> Moved:
+        """As `moved` for operations of whole units, all with as many of them.
+
+        Operations whose devices lie alike (which devices recur, and which share a node) move alike,
+        so only one of each kind is looked at.
+
+        Args:
+          source_rows: [units, ranks], those of an operation one after the other.
+          target_rows: as `source_rows`.
+          node: [devices] where links are fast.
+          num_operations: O.
+        """
+        sources = source_rows.reshape(num_operations, -1)
+        targets = target_rows.reshape(num_operations, -1)
+        patterns = _patterns(sources, targets, node)
+        chosen, kind = _kinds(patterns)
+        keys = [patterns[i].tobytes() for i in chosen.tolist()]
+        fresh = np.array([i for i, k in zip(chosen, keys, strict=True) if k not in self._known])
+        if len(fresh):
+            ends: list[Entries] = []
+            for rows, ranks in ((sources, source_rows.shape[1]), (targets, target_rows.shape[1])):
+                width = rows.shape[1]
+                entries = Entries(
+                    operation=np.repeat(np.arange(len(fresh)), width),
+                    device=rows[fresh].ravel(),
+                    rank=np.tile(np.arange(ranks), len(fresh) * (width // ranks)),
+                )
+                ends.append(entries)
+            table = self.moved(ends[0], ends[1], node, len(fresh)).table()
+            for column, i in enumerate(fresh.tolist()):
+                self._known[patterns[i].tobytes()] = table[:, column]
+        return Moved.of(np.stack([self._known[key] for key in keys], axis=1)[:, kind])
+
+    def _products(self, lengths: Ints) -> Ints:
+        """Bytes of all leaves, from the lengths [D, ...] of something along every dim."""
+        total = np.zeros(lengths.shape[1:], np.int64)
+        for leaves, members in zip(self._classes, self._members, strict=True):
+            size = leaves.cell_bytes
+            for i in members:
+                size = size * lengths[i]
+            total += size
+        return total
+
+    def _kept(self, mine: Ints, wanted: Ints) -> tuple[Ints, Ints]:
+        """Bytes that source and target ranks share, and those of them that must be copied."""
+        source, target = self._source, self._target
+        p, q = source.position[:, mine], target.position[:, wanted]
+        start = np.maximum(p * source.local, q * target.local)
+        stop = np.minimum((p + 1) * source.local, (q + 1) * target.local)
+        length = np.maximum(np.minimum(stop, self._extent) - start, 0)
+        same = (p == q) & (source.local == target.local)
+        shared, copied = np.zeros(len(mine), np.int64), np.zeros(len(mine), np.int64)
+        for leaves, members in zip(self._classes, self._members, strict=True):
+            size: Ints | int = leaves.cell_bytes
+            for i in members:
+                size = size * length[i]
+            shared += size
+            if members:
+                whole = same[members[0]]
+                for i in members[1:]:
+                    whole = whole & same[i]
+                copied += np.where(whole, 0, size)
+        return shared, copied
+
+    def _crossing(
+        self, sources: Entries, targets: Entries, node: Ints, num_operations: int
+    ) -> tuple[Floats, Floats]:
+        """Bytes between nodes of each operation [O], and each target entry's share of them [E]."""
+        share = np.zeros(len(targets.device))
+        source_node, target_node = node[sources.device], node[targets.device]
+        some = np.zeros(num_operations, np.int64)
+        some[targets.operation] = target_node
+        far = np.zeros(num_operations, np.bool_)
+        far[sources.operation[source_node != some[sources.operation]]] = True
+        far[targets.operation[target_node != some[targets.operation]]] = True
+        if not far.any():
+            return np.zeros(num_operations), share
+        giving = np.flatnonzero(far[sources.operation])
+        taking = np.flatnonzero(far[targets.operation])
+        num_nodes = len(node) + 1
+        take = targets.operation[taking] * num_nodes + target_node[taking]
+        give = sources.operation[giving] * num_nodes + source_node[giving]
+        groups, member = np.unique(take, return_inverse=True)
+        place = np.minimum(np.searchsorted(groups, give), len(groups) - 1)
+        near = groups[place] == give  # a giver in a node where nobody takes is near to nobody
+        holding = place[near], sources.rank[giving][near]
+        wanting = member, targets.rank[taking]
+        missing = np.zeros(len(groups))
+        for i in range(len(self._classes)):
+            missing += self._missing(i, holding, wanting, len(groups))
+        share[taking] = (missing / np.bincount(member, minlength=len(groups)))[member]
+        return np.bincount(groups // num_nodes, missing, num_operations), share
+
+    def _missing(
+        self, leaves: int, holding: tuple[Ints, Ints], wanting: tuple[Ints, Ints], groups: int
+    ) -> Floats:
+        """Bytes of a class that each group of devices wants and holds nowhere.
+
+        Args:
+          leaves: the class.
+          holding: (group, source rank) of the blocks that are there.
+          wanting: (group, target rank) of the blocks that are wanted.
+          groups: how many (operation, node) pairs there are.
+        """
+        members = self._members[leaves]
+        overlap = self._overlap[leaves]
+        if overlap is None:
+            overlap = self._overlap[leaves] = self._overlap_matrix(leaves)
+        rows, columns = overlap.shape
+        wanted = np.zeros((groups, rows), np.bool_)
+        wanted[wanting[0], self._target.flat(members)[wanting[1]]] = True
+        absent = np.ones((groups, columns))
+        absent[holding[0], self._source.flat(members)[holding[1]]] = 0.0
+        group, position = np.nonzero(wanted)
+        lacking: Floats = (overlap[position] * absent[group]).sum(axis=1)
+        return np.bincount(group, lacking, groups)
+
+    def _overlap_matrix(self, leaves: int) -> Floats:
+        """Bytes that every target position of a class shares with every source position."""
+        overlap = np.full((1, 1), float(self._classes[leaves].cell_bytes))
+        for i in self._members[leaves]:
+            a, b = int(self._source.local[i, 0]), int(self._target.local[i, 0])
+            p = np.arange(self._source.count[i])
+            q = np.arange(self._target.count[i])[:, None]
+            stop = np.minimum(np.minimum((p + 1) * a, (q + 1) * b), self._extent[i, 0])
+            length = np.maximum(stop - np.maximum(p * a, q * b), 0)
+            outer = overlap[:, None, :, None] * length[None, :, None, :]
+            overlap = outer.reshape(len(overlap) * len(q), -1)
+        return overlap
+
+
+class _Positions:
+    """How one end cuts all dims: positions [D, R], lengths of blocks [D, 1], numbers of them."""
+
+    def __init__(self, extent: Ints, cut: Cut, axes: Sequence[Axes]) -> None:
+        along = [cut.along(a) for a in axes]
+        self.count = [count for _, count in along]
+        position = np.array([position for position, _ in along], np.int64)
+        self.position = position.reshape(len(along), cut.num_ranks)
+        self.local = -(-extent // np.array(self.count, np.int64)[:, None])
+
+    def length(self, extent: Ints) -> Ints:
+        """[D, R] logical length of every rank's block along every dim."""
+        return np.minimum(np.maximum(extent - self.position * self.local, 0), self.local)
+
+    def flat(self, dims: Sequence[int]) -> Ints:
+        """[R] position along some dims as one number, the first dim major."""
+        number = np.zeros(self.position.shape[1], np.int64)
+        for i in dims:
+            number = number * self.count[i] + self.position[i]
+        return number
 
 
 def _own_entry(sources: Entries, targets: Entries, num_devices: int) -> Ints:
@@ -214,112 +378,24 @@ def _own_entry(sources: Entries, targets: Entries, num_devices: int) -> Ints:
     return np.where(have[found] == want, found, -1)
 
 
-def _overlaps(
-    classes: tuple[LeafClass, ...], source_cut: Cut, target_cut: Cut, mine: Ints, wanted: Ints
-) -> tuple[Ints, Ints]:
-    """Bytes that a source and a target rank share, and those of them that must be copied."""
-    known: dict[Dim, tuple[Ints, Bools]] = {}
-    shared, copied = np.zeros(len(mine), np.int64), np.zeros(len(mine), np.int64)
-    for leaves in classes:
-        size, same = np.full(len(mine), leaves.cell_bytes, np.int64), None
-        for dim in leaves.dims:
-            if dim not in known:
-                known[dim] = _overlap_1d(dim, source_cut, target_cut, mine, wanted)
-            length, equal = known[dim]
-            size *= length
-            same = equal if same is None else same & equal
-        shared += size
-        if same is not None:
-            copied += np.where(same, 0, size)
-    return shared, copied
-
-
-def _overlap_1d(
-    dim: Dim, source_cut: Cut, target_cut: Cut, mine: Ints, wanted: Ints
-) -> tuple[Ints, Bools]:
-    """Common length along one dim, and whether the two blocks are the same one."""
-    extent, here, there = dim
-    source_at, source_count = source_cut.along(here)
-    target_at, target_count = target_cut.along(there)
-    a, b = -(-extent // source_count), -(-extent // target_count)
-    p, q = source_at[mine], target_at[wanted]
-    start = np.maximum(p * a, q * b)
-    stop = np.minimum(np.minimum((p + 1) * a, (q + 1) * b), extent)
-    return np.maximum(stop - start, 0), (p == q) & (a == b)
-
-
-def _crossing(
-    classes: tuple[LeafClass, ...],
-    source_cut: Cut,
-    target_cut: Cut,
-    sources: Entries,
-    targets: Entries,
-    node: Ints,
-    num_operations: int,
-) -> tuple[Floats, Floats]:
-    """Bytes between nodes of each operation [O], and each target entry's share of them [E]."""
-    share = np.zeros(len(targets.device))
-    source_node, target_node = node[sources.device], node[targets.device]
-    some = np.zeros(num_operations, np.int64)
-    some[targets.operation] = target_node
-    far = np.zeros(num_operations, np.bool_)
-    far[sources.operation[source_node != some[sources.operation]]] = True
-    far[targets.operation[target_node != some[targets.operation]]] = True
-    if not far.any():
-        return np.zeros(num_operations), share
-    giving, taking = np.flatnonzero(far[sources.operation]), np.flatnonzero(far[targets.operation])
-    num_nodes = int(node.max()) + 1
-    take = targets.operation[taking] * num_nodes + target_node[taking]
-    give = sources.operation[giving] * num_nodes + source_node[giving]
-    groups, member = np.unique(take, return_inverse=True)
-    place = np.minimum(np.searchsorted(groups, give), len(groups) - 1)
-    near = groups[place] == give  # a giver in a node where nobody takes is near to nobody
-    missing = np.zeros(len(groups))
-    for leaves in classes:
-        missing += _missing(
-            leaves,
-            (source_cut, target_cut),
-            (place[near], sources.rank[giving][near]),
-            (member, targets.rank[taking]),
-            len(groups),
-        )
-    share[taking] = (missing / np.bincount(member, minlength=len(groups)))[member]
-    return np.bincount(groups // num_nodes, missing, num_operations), share
-
-
-def _missing(
-    leaves: LeafClass,
-    cuts: tuple[Cut, Cut],
-    holding: tuple[Ints, Ints],
-    wanting: tuple[Ints, Ints],
-    num_groups: int,
-) -> Floats:
-    """Bytes of a class that each group of devices wants and holds nowhere.
+def _patterns(sources: Ints, targets: Ints, node: Ints) -> Ints:
+    """[O, P] how the devices of each operation lie: equal patterns move alike.
 
     Args:
-      leaves: the class.
-      cuts: of source and target.
-      holding: (group, source rank) of the blocks that are there.
-      wanting: (group, target rank) of the blocks that are wanted.
-      num_groups: of (operation, node) pairs.
+      sources, targets: [O, devices].
+      node: [devices].
     """
-    overlap = np.full((1, 1), float(leaves.cell_bytes))
-    flat = [np.zeros(cut.num_ranks, np.int64) for cut in cuts]
-    for extent, here, there in leaves.dims:
-        lengths: list[tuple[Ints, int]] = []
-        for end, (cut, axes) in enumerate(zip(cuts, (here, there), strict=True)):
-            position, count = cut.along(axes)
-            flat[end] = flat[end] * count + position
-            lengths.append((np.arange(count), -(-extent // count)))
-        (p, a), (q, b) = lengths
-        stop = np.minimum(np.minimum((p + 1) * a, ((q + 1) * b)[:, None]), extent)
-        length = np.maximum(stop - np.maximum(p * a, (q * b)[:, None]), 0)
-        overlap = np.kron(overlap, length)
-    rows, columns = overlap.shape
-    wanted = np.zeros((num_groups, rows), np.bool_)
-    wanted[wanting[0], flat[1][wanting[1]]] = True
-    absent = np.ones((num_groups, columns))
-    absent[holding[0], flat[0][holding[1]]] = 0.0
-    group, position = np.nonzero(wanted)
-    lacking: Floats = np.einsum("ij,ij->i", overlap[position], absent[group])
-    return np.bincount(group, lacking, num_groups)
+    nodes = node[np.concatenate([sources, targets], axis=1)]
+    first = (nodes[:, :, None] == nodes[:, None, :]).argmax(axis=2)
+    match = targets[:, :, None] == sources[:, None, :]
+    own = np.where(match.any(axis=2), match.argmax(axis=2), -1)
+    shape = np.broadcast_to([sources.shape[1]], (len(sources), 1))
+    return np.concatenate([shape, first, own], axis=1)
+
+
+def _kinds(patterns: Ints) -> tuple[Ints, Ints]:
+    """One operation of each pattern, and the pattern of each operation."""
+    if (patterns == patterns[0]).all():
+        return np.zeros(1, np.int64), np.zeros(len(patterns), np.int64)
+    _, chosen, kind = np.unique(patterns, axis=0, return_index=True, return_inverse=True)
+    return chosen, kind.reshape(-1)

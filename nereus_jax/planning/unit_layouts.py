@@ -3,10 +3,9 @@
 A row holds the devices of one unit in rank order, so a DP group is a matrix [dp, pp * tp].
 """
 # pyright: reportUnknownMemberType=false
-# (numpy's own types of `where`, `unique` and `flatnonzero` are partly unknown.)
+# (numpy's own types of `where`, `unique` and `argsort` are partly unknown.)
 
 import math
-from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -64,75 +63,83 @@ def whole(rows: Ints, alive: Bools) -> Bools:
     return alive[rows].all(axis=1)
 
 
-def meeting_groups(
-    old_of: Ints, new_of: Ints, num_old: int, num_new: int
-) -> list[tuple[list[int], list[int]]]:
-    """Units joined by shared devices: the old and the new ones of every connected group.
+def meeting_groups(old_rows: Ints, new_rows: Ints, num_devices: int) -> tuple[Ints, Ints]:
+    """Units joined by shared devices.
+
+    Labels spread along the shared devices, and jump to the label of their label, until nothing
+    changes.
 
     Args:
-      old_of, new_of: [devices] the old and the new unit of each device, or -1.
-      num_old, num_new: how many there are.
+      old_rows, new_rows: disjoint units, and other disjoint units.
+      num_devices: of the pool.
 
     Returns:
-      The groups that have both, in the order of their first old unit.
+      For each old and for each new unit the number of its group, -1 for a unit that meets none.
+      Groups are numbered in the order of their first old unit.
     """
-    both = np.flatnonzero((old_of >= 0) & (new_of >= 0))
-    pairs = np.unique(old_of[both] * num_new + new_of[both])
-    parent = list(range(num_old + num_new))
+    num_old, num_new = len(old_rows), len(new_rows)
+    old_of, new_of = owner(old_rows, num_devices), owner(new_rows, num_devices)
+    both = (old_of >= 0) & (new_of >= 0)
+    ours, theirs = old_of[both], new_of[both] + num_old
+    label = np.arange(num_old + num_new)
+    while True:
+        low = np.minimum(label[ours], label[theirs])
+        before = label.copy()
+        np.minimum.at(label, label[ours], low)
+        np.minimum.at(label, label[theirs], low)
+        np.minimum.at(label, ours, low)
+        np.minimum.at(label, theirs, low)
+        label = label[label]
+        if (label == before).all():
+            break
+    met, first = np.zeros((2, num_old + num_new), np.bool_)
+    met[ours] = met[theirs] = True
+    first[label[met]] = True
+    number = np.where(met, (np.cumsum(first) - 1)[label], -1)
+    return number[:num_old], number[num_old:]
 
-    def root(i: int) -> int:
-        while parent[i] != i:
-            parent[i] = parent[parent[i]]
-            i = parent[i]
-        return i
 
-    ends = [(p // num_new, num_old + p % num_new) for p in pairs.tolist()]
-    for a, b in ends:
-        x, y = root(a), root(b)
-        if x != y:
-            parent[max(x, y)] = min(x, y)
-    groups: dict[int, tuple[list[int], list[int]]] = {}
-    for a in dict.fromkeys(a for a, _ in ends):
-        groups.setdefault(root(a), ([], []))[0].append(a)
-    for b in sorted({b for _, b in ends}):
-        groups[root(b)][1].append(b - num_old)
-    return list(groups.values())
-
-
-def spread(
-    sources: Sequence[int], targets: Sequence[int], node_of: Mapping[int, int] | Sequence[int]
-) -> list[tuple[int, int]]:
-    """Who copies to whom: (source, target) pairs, a target that copies on comes earlier.
+def spread(source_nodes: Ints, target_nodes: Ints) -> tuple[Ints, Ints]:
+    """Who copies to whom.
 
     A node that has no source gets one copy over the slow link, the others of its units copy from
     inside the node. Copies are passed on as in a binomial tree: whoever has one gives one, so that
     the number of copies doubles each time.
 
     Args:
-      sources: units that have the state; at least one.
-      targets: units that want it.
-      node_of: the node of every unit.
+      source_nodes: the node of each unit that has the state; at least one.
+      target_nodes: the node of each unit that wants it.
+
+    Returns:
+      (givers, takers): indices of units, the targets numbered after the sources; a target that
+      gives has taken before.
     """
-    local: dict[int, list[int]] = {}
-    for unit in sources:
-        local.setdefault(node_of[unit], []).append(unit)
-    wanting: dict[int, list[int]] = {}
-    for unit in targets:
-        wanting.setdefault(node_of[unit], []).append(unit)
-    leaders = [units.pop(0) for node, units in wanting.items() if node not in local]
-    pairs = _binomial(list(sources), leaders)
-    local |= {node_of[leader]: [leader] for leader in leaders}
-    for node, units in wanting.items():
-        pairs += _binomial(local[node], units)
-    return pairs
+    num_sources, num_targets = len(source_nodes), len(target_nodes)
+    size = int(max(source_nodes.max(), target_nodes.max(initial=0))) + 1
+    order = np.argsort(target_nodes, kind="stable")
+    wanting, having = (np.bincount(x, minlength=size) for x in (target_nodes, source_nodes))
+    first, begin = np.cumsum(wanting) - wanting, np.cumsum(having) - having
+    leaders = np.sort(order[first[(having == 0) & (wanting > 0)]])
+    giver = np.full(num_sources + num_targets, -1, np.int64)
+    pool = np.concatenate([np.arange(num_sources), leaders + num_sources])
+    place = np.arange(num_sources, len(pool))
+    giver[pool[num_sources:]] = pool[place - _givers(place, np.full(len(place), num_sources))]
+    # Inside a node: its sources, or its leader, then the others.
+    node = target_nodes[order]
+    place = np.arange(num_targets) - first[node] + having[node]
+    have = np.maximum(having, 1)[node]
+    follows = place >= have
+    node, place, takers, have = node[follows], place[follows], order[follows], have[follows]
+    back = place - _givers(place, have)
+    source_order = np.argsort(source_nodes, kind="stable")
+    at_source = source_order[np.minimum(begin[node] + back, num_sources - 1)]
+    at_target = order[first[node] + np.maximum(back - having[node], 0)] + num_sources
+    giver[takers + num_sources] = np.where(back < having[node], at_source, at_target)
+    takers = np.concatenate([leaders, takers]) + num_sources
+    return giver[takers], takers
 
 
-def _binomial(sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int]]:
-    have = [*sources, *targets]
-    pairs: list[tuple[int, int]] = []
-    givers = len(sources)
-    for i in range(len(sources), len(have)):
-        if i >= 2 * givers:
-            givers *= 2
-        pairs.append((have[i - givers], have[i]))
-    return pairs
+def _givers(place: Ints, sources: Ints) -> Ints:
+    """How far before place `place` its giver is: sources times the largest power of 2 below it."""
+    ratio = place // np.maximum(sources, 1)
+    return sources << np.maximum(np.frexp(ratio.astype(np.float64))[1] - 1, 0).astype(np.int64)
