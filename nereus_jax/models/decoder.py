@@ -191,6 +191,7 @@ class Decoder(nnx.Module):
         *,
         span: int | None = None,
         remat: bool = False,
+        unroll: int = 1,
     ) -> jax.Array:
         """The layers held here over whole rows.
 
@@ -203,6 +204,7 @@ class Decoder(nnx.Module):
           segments_BS: which sequence of its row a token belongs to; None: one a row.
           span: longest sequence; None: the row.
           remat: recompute the activations of a layer in the backward pass.
+          unroll: layers that follow each other in the program without a loop; 0: all.
         """
         if positions_BS is None:
             positions_BS = jnp.arange(x_BSD.shape[1])[None, :]
@@ -213,7 +215,8 @@ class Decoder(nnx.Module):
             cast = jax.tree.map(lambda w: w.astype(x.dtype), layer)
             return nnx.merge(graphdef, cast)(x, cos, sin, segments_BS, span)[0], None
 
-        return jax.lax.scan(jax.checkpoint(body) if remat else body, x_BSD, stacked)[0]
+        body = jax.checkpoint(body) if remat else body
+        return jax.lax.scan(body, x_BSD, stacked, unroll=unroll or True)[0]
 
     def rope(self, positions_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Rotary tables for positions [B or 1, S]."""

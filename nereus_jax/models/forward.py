@@ -34,7 +34,9 @@ class PackedFlush(NamedTuple):
     active: jax.Array
 
 
-def _hidden(decoder: Decoder, flush: PackedFlush, span: int, remat: bool) -> jax.Array:
+def _hidden(
+    decoder: Decoder, flush: PackedFlush, span: int, remat: bool, unroll: int
+) -> jax.Array:
     """Normalized hidden states [K, D] at the wanted places; right on the last pp rank only."""
     microbatches, rows, width = flush.tokens.shape
     x_BWD = decoder.embed_tokens(flush.tokens.reshape(microbatches * rows, width))
@@ -42,7 +44,9 @@ def _hidden(decoder: Decoder, flush: PackedFlush, span: int, remat: bool) -> jax
 
     def layers(x_BWD: jax.Array, index: jax.Array) -> jax.Array:
         positions, segments = flush.positions[index], flush.segments[index]
-        return decoder.run_layers(x_BWD, positions, segments, span=span, remat=remat)
+        return decoder.run_layers(
+            x_BWD, positions, segments, span=span, remat=remat, unroll=unroll
+        )
 
     out_MBWD = run_pipeline(layers, x_MBWD, flush.active, decoder.axes)
     out_KD = out_MBWD.reshape(microbatches * rows * width, -1)[flush.index]
@@ -57,6 +61,7 @@ def wanted_logprobs(
     temperature: float,
     token_chunk: int,
     remat: bool = False,
+    unroll: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of the token after every wanted place, and entropy of its distribution.
 
@@ -69,12 +74,13 @@ def wanted_logprobs(
       temperature: divides the logits.
       token_chunk: tokens whose logits exist at a time.
       remat: recompute the activations of a layer in the backward pass.
+      unroll: see `Decoder.run_layers`.
 
     Returns:
       (logprobs [K], entropy [K]), float32, the same on all pp and tp ranks; arbitrary finite
       numbers behind the count.
     """
-    hidden_KD = from_last_rank(_hidden(decoder, flush, span, remat), decoder.axes)
+    hidden_KD = from_last_rank(_hidden(decoder, flush, span, remat, unroll), decoder.axes)
     tokens_K = flush.tokens.reshape(-1)
     targets_K = tokens_K[jnp.minimum(flush.index + 1, tokens_K.shape[0] - 1)]
     return linear_logprob(
@@ -91,9 +97,9 @@ def wanted_logprobs(
 
 
 def wanted_scalars(
-    decoder: Decoder, flush: PackedFlush, *, span: int, remat: bool = False
+    decoder: Decoder, flush: PackedFlush, *, span: int, remat: bool = False, unroll: int = 1
 ) -> jax.Array:
     """The scalar head's output [K] at every wanted place: a critic's values before response tokens,
     a reward model's scores at last tokens."""
-    hidden_KD = _hidden(decoder, flush, span, remat)
+    hidden_KD = _hidden(decoder, flush, span, remat, unroll)
     return from_last_rank(decoder.scalars(hidden_KD), decoder.axes)

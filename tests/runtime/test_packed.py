@@ -91,6 +91,7 @@ def train_engine(site: Site, microbatch_size: int, flush: int = 0) -> TrainEngin
         objective=SupervisedObjective(),
         optimizer=make_optimizer(OptimizerConfig(learning_rate=1e-2), 10),
         optimizer_key="adam",
+        unroll=0,
         programs=ProgramCache(),
     )
 

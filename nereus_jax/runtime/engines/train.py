@@ -68,6 +68,7 @@ class TrainEngine:
       flush_microbatches: microbatches of a pipeline flush; 0: all of a replica's.
       remat: recompute the activations of each layer in the backward pass.
       zero1: shard the optimizer's state over dp.
+      unroll: layers that follow each other in the program without a loop; 0: all.
       temperature: divides the logits, as in the rollout.
       token_chunk: tokens whose logits exist at a time.
       objective: what is minimized.
@@ -91,6 +92,7 @@ class TrainEngine:
     objective: Objective
     optimizer: optax.GradientTransformation = dataclasses.field(compare=False)
     optimizer_key: Hashable
+    unroll: int = 1
     programs: ProgramCache = dataclasses.field(compare=False)
 
     def __post_init__(self) -> None:
@@ -233,9 +235,10 @@ class TrainEngine:
         self, decoder: Decoder, flush: PackedFlush, shape: PackedShape
     ) -> dict[str, jax.Array]:
         """[1, K] arrays of one pipeline flush."""
-        span, remat = shape.span, self.remat
+        span, remat, unroll = shape.span, self.remat, self.unroll
         if self.head is Head.SCALAR:
-            return {"values": wanted_scalars(decoder, flush, span=span, remat=remat)[None]}
+            values_K = wanted_scalars(decoder, flush, span=span, remat=remat, unroll=unroll)
+            return {"values": values_K[None]}
         logprobs, entropy = wanted_logprobs(
             decoder,
             flush,
@@ -243,6 +246,7 @@ class TrainEngine:
             temperature=self.temperature,
             token_chunk=self.token_chunk,
             remat=remat,
+            unroll=unroll,
         )
         return {"logprobs": logprobs[None], "entropy": entropy[None]}
 
