@@ -215,7 +215,7 @@ class TransitionGraph:
       initial_bytes: memory on each device of each initial unit; 0 if it is parked, or if its
         arrays are another model-stage's.
       devices: all of both plans but the lost ones, ascending.
-      capacity_bytes: of each device: what units may take (headroom, buffers, communicators are off).
+      capacity_bytes: of each device: what units may take, beside headroom, buffers, communicators.
       peak_bytes: of each device: the most that units take, in dispatch order.
       choices: for each model-stage.
       lost: devices that are gone; nothing can be read from them.

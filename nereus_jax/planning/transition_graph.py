@@ -21,7 +21,7 @@ from nereus_jax.core.emu_spec import EmuSpec
 from nereus_jax.core.errors import InfeasiblePlanError
 from nereus_jax.core.hardware import Hardware
 from nereus_jax.core.layout import ParallelLayout
-from nereus_jax.core.plan import Placement, Plan
+from nereus_jax.core.plan import Plan
 from nereus_jax.core.roles import ModelStage, Stage
 from nereus_jax.core.transition import TransitionGraph
 from nereus_jax.planning.transition_draft import Ground
@@ -71,7 +71,7 @@ def plan_transition(
         num_devices=len(pool.devices),
         node=pool.node,
         node_names=pool.node_names,
-        alive=np.array([d not in gone for d in pool.devices]),
+        alive=np.array([d not in gone for d in pool.devices] if gone else pool.node >= 0),
         capacity=_capacity(pool.devices, budget, hardware, gone),
         devices=pool.devices,
         hardware=hardware,
@@ -93,37 +93,42 @@ def plan_transition(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Pool:
-    """The devices of two plans, ascending, and their places by code."""
+    """The devices of two plans, ascending.
+
+    Attributes:
+      devices: what indices stand for.
+      rows: for each plan and model-stage [dp, pp * tp] indices of the devices.
+      node: [devices] numbers of nodes.
+      node_names: what those stand for.
+    """
 
     devices: tuple[DeviceId, ...]
-    codes: Ints
+    rows: tuple[Mapping[ModelStage, Ints], ...]
     node: Ints
     node_names: tuple[int, ...]
 
     @classmethod
     def of(cls, plans: Sequence[Plan], nodes: Mapping[DeviceId, int] | None) -> "_Pool":
-        placed = [p.devices for plan in plans for p in plan.placements.values()]
-        every = [d for devices in placed for d in devices]
-        codes, first = np.unique(_codes(every), return_index=True)
-        devices = tuple(every[i] for i in first.tolist())
+        every = [d for plan in plans for p in plan.placements.values() for d in p.devices]
+        codes = np.array([d.host << 32 | d.index for d in every], np.int64)  # order (host, index)
+        _, first, index = np.unique(codes, return_index=True, return_inverse=True)
+        devices = tuple([every[i] for i in first.tolist()])
         node = np.array([d.host if nodes is None else nodes[d] for d in devices], np.int64)
         names, numbered = np.unique(node, return_inverse=True)
+        rows: list[dict[ModelStage, Ints]] = []
+        begin = 0
+        for plan in plans:
+            rows.append({})
+            for model_stage, placement in plan.placements.items():
+                end = begin + placement.layout.num_devices
+                rows[-1][model_stage] = index[begin:end].reshape(placement.layout.dp, -1)
+                begin = end
         return cls(
             devices=devices,
-            codes=codes,
+            rows=tuple(rows),
             node=numbered.astype(np.int64),
             node_names=tuple(names.tolist()),
         )
-
-    def rows(self, placement: Placement) -> Ints:
-        """[dp, pp * tp] indices of a placement's devices."""
-        indices = np.searchsorted(self.codes, _codes(placement.devices))
-        return indices.reshape(placement.layout.dp, -1)
-
-
-def _codes(devices: Sequence[DeviceId]) -> Ints:
-    """A number for each device that orders them as (host, index) does."""
-    return np.fromiter((d.host << 32 | d.index for d in devices), np.int64, len(devices))
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -157,7 +162,7 @@ class _Changes:
             layout = layouts[end] or present[0]
             rows = np.zeros((0, layout.pp * layout.tp), np.int64)
             if model_stage in plan:
-                rows = self.pool.rows(plan[model_stage])
+                rows = self.pool.rows[end][model_stage]
             held = 0 if self._shares(model_stage, plan) else held_bytes(classes, cut, end)
             side = Side(rows=rows, tp=layout.tp, pp=layout.pp, cut=cut, device_bytes=held)
             sides.append(side)
@@ -198,6 +203,8 @@ def _capacity(
     """[devices] bytes that units may take."""
     taken = budget.buffer_bytes + budget.communicator_bytes
     capacity = np.full(len(devices), int(hardware.memory_bytes * (1 - budget.headroom)) - taken)
+    if not budget.capacity_bytes and not budget.reserved_bytes and not gone:
+        return capacity
     for i, device in enumerate(devices):
         if device in budget.capacity_bytes:
             own = budget.capacity_bytes[device]
@@ -218,7 +225,7 @@ def _check(
                 f"the {name} plan has {', '.join(unknown)}, of which no state was given; "
                 f"there are {', '.join(str(s) for s in states)}"
             )
-    for model_stage, placement in target.placements.items():
+    for model_stage, placement in target.placements.items() if gone else ():
         missing = gone.intersection(placement.devices)
         if missing:
             raise InfeasiblePlanError(

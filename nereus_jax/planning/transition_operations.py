@@ -10,7 +10,7 @@ from nereus_jax.core.transition import LinkBytes, Operation, OperationKind, Tran
 from nereus_jax.planning.transition_draft import Ground, link_bytes
 from nereus_jax.planning.transition_ladder import Ladder
 from nereus_jax.planning.transition_problem import Problem
-from nereus_jax.planning.transition_schedule import Schedule, resource_edges
+from nereus_jax.planning.transition_schedule import Schedule, lowest_free_bytes, resource_edges
 
 
 def make_graph(
@@ -29,7 +29,7 @@ def make_graph(
     units = _units(problem, ladders, ground.devices)
     _check_hosts(problem, ladders, ground)
     place = {task: n for n, task in enumerate(schedule.order)}
-    waits = resource_edges(problem, schedule.order)
+    waits = resource_edges(problem, schedule)
     edges = [
         [tuple(sorted([place[j] for j in before[i]])) for i in schedule.order]
         for before in (problem.before, waits)
@@ -38,7 +38,7 @@ def make_graph(
     initial: list[int] = [u for base, d in based for u in (d.initial + base).tolist()]
     final: list[int] = [u for base, d in based for u in (d.final + base).tolist()]
     alive = ground.alive.tolist()
-    lowest = np.array(schedule.lowest_free_bytes)[problem.cell_of]
+    lowest = np.array(lowest_free_bytes(problem, schedule.order))[problem.cell_of]
     by_device = (ground.capacity.tolist(), (ground.capacity - lowest).tolist())
     capacity, peak = (tuple([n for n, up in zip(x, alive, strict=True) if up]) for x in by_device)
     budget = ground.budget
@@ -119,24 +119,21 @@ def _critical_path(
     order = schedule.order
     if not order:
         return ()
-    user: dict[int, int] = {}
-    cause: list[int | None] = []
+    ending: dict[float, list[int]] = {}
     for n, i in enumerate(order):
-        task = problem.tasks[i]
-        candidates = [*edges[0][n], *edges[1][n]]
-        candidates += [user[c] for c in task.cells if c in user]
-        started = schedule.start_s[i]
-        cause.append(
-            max((m for m in candidates if schedule.end_s[order[m]] == started), default=None)
-        )
-        if task.seconds:
-            for cell in task.cells:
-                user[cell] = n
-    at: int | None = max(range(len(order)), key=lambda n: (schedule.end_s[order[n]], -n))
+        ending.setdefault(schedule.end_s[i], []).append(n)
+    at: int | None = ending[max(ending)][0]
     path: list[int] = []
     while at is not None:
         path.append(at)
-        at = cause[at]
+        started, cells = schedule.start_s[order[at]], set(problem.tasks[order[at]].cells)
+        waited = {*edges[0][at], *edges[1][at]}
+        causes = [
+            n
+            for n in ending.get(started, ())
+            if n < at and (n in waited or not cells.isdisjoint(problem.tasks[order[n]].cells))
+        ]
+        at = max(causes, default=None)
     return tuple(reversed(path))
 
 

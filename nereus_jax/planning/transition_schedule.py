@@ -12,12 +12,21 @@ operation that has ended, so the graph has no circle.
 
 import dataclasses
 import heapq
+import itertools
+import random
 from collections.abc import Callable, Iterator, Sequence
 
+from nereus_jax.planning.transition_order import improved
 from nereus_jax.planning.transition_problem import Problem, Task
 
-SEARCH_TASKS = 3000
-"""Tasks that are scheduled at most while several rules of urgency are tried."""
+RULE_TASKS = 1000
+"""Tasks that are scheduled in all while rules of urgency are tried: a large problem gets one."""
+
+SEARCH_TASKS = 8000
+"""Tasks that are timed in all while the best orders are improved."""
+
+SEARCHED_ORDERS = 3
+MAX_RULES = 46
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,14 +38,12 @@ class Schedule:
       start_s, end_s: by task.
       blocked: the most urgent task for which memory was not found, and the cell that lacks it;
         None: all tasks are in the order.
-      lowest_free_bytes: by cell, the least memory that is ever free.
     """
 
     order: tuple[int, ...]
     start_s: tuple[float, ...]
     end_s: tuple[float, ...]
     blocked: tuple[int, int] | None
-    lowest_free_bytes: tuple[int, ...]
 
     @property
     def seconds(self) -> float:
@@ -45,29 +52,46 @@ class Schedule:
 
 
 def make_schedule(problem: Problem) -> Schedule:
-    """The best of several rules of urgency; a large problem is tried with fewer."""
+    """The best of several rules of urgency, improved by moving single tasks.
+
+    The work is bounded by the number of tasks, never by a clock: the same problem gets the same
+    schedule.
+    """
     tasks = problem.tasks
     after: list[list[int]] = [[] for _ in tasks]
     for i, edges in enumerate(problem.before):
         for j in edges:
             after[j].append(i)
-    best: Schedule | None = None
     tail, load = _tails(problem, after), _loads(problem)
-    bound_s = max(*tail, *load, 0.0)  # the longest chain, the busiest device
-    tried = 0
-    for rule in _rules(problem, tail, load):
-        found = _simulate(problem, after, rule)
-        if best is None or _merit(found) < _merit(best):
-            best = found
-        tried += len(tasks)
-        if tried > SEARCH_TASKS or _merit(best) <= (0, 0, bound_s * (1 + 1e-9)):
+    bound_s = max(*tail, *load, 0.0) * (1 + 1e-9)  # the longest chain, the busiest device
+    found: list[Schedule] = []
+    rules = itertools.chain(_rules(problem, tail, load), _random_rules(problem))
+    for rule in itertools.islice(rules, MAX_RULES):
+        found.append(_simulate(problem, after, rule))
+        good = found[-1].blocked is None and found[-1].seconds <= bound_s
+        if good or (len(found) + 1) * len(tasks) > RULE_TASKS:
             break
-    assert best is not None
+    found.sort(key=lambda s: (s.blocked is not None, -len(s.order), s.seconds))
+    best = found[0]
+    if best.blocked is None and best.seconds > bound_s and len(tasks) <= RULE_TASKS // 2:
+        return _improve(problem, found, bound_s)
     return best
 
 
-def _merit(schedule: Schedule) -> tuple[int, int, float]:
-    return schedule.blocked is not None, -len(schedule.order), schedule.seconds
+def _improve(problem: Problem, found: Sequence[Schedule], bound_s: float) -> Schedule:
+    """The best schedule near those found; they are sorted, and the first holds all tasks."""
+    best = found[0]
+    for schedule in found[:SEARCHED_ORDERS]:
+        if schedule.blocked is None and best.seconds > bound_s:
+            order, times = improved(
+                problem, schedule.order, bound_s, SEARCH_TASKS // SEARCHED_ORDERS
+            )
+            if times.seconds < best.seconds:
+                by_start = sorted(order, key=lambda i: times.start_s[i])
+                best = Schedule(
+                    order=tuple(by_start), start_s=times.start_s, end_s=times.end_s, blocked=None
+                )
+    return best
 
 
 def _tails(problem: Problem, after: Sequence[Sequence[int]]) -> list[float]:
@@ -100,11 +124,26 @@ def _rules(problem: Problem, tail: Sequence[float], load: Sequence[float]) -> It
         lambda i, t: (t.rank, -t.draft, -tail[i]),
     )
     for key in keys:
-        values = [key(i, task) for i, task in enumerate(tasks)]
-        place = [0] * len(tasks)
-        for n, i in enumerate(sorted(range(len(tasks)), key=values.__getitem__)):
-            place[i] = n
-        yield place
+        yield _places([key(i, task) for i, task in enumerate(tasks)])
+
+
+def _random_rules(problem: Problem) -> Iterator[list[int]]:
+    """Rules by chance: any order of the model-stages, any order of the tasks, in turns."""
+    rng = random.Random(0)
+    tasks = problem.tasks
+    drafts = [*range(max((t.draft for t in tasks), default=0) + 1)]
+    while True:
+        rng.shuffle(drafts)
+        yield _places([(drafts[t.draft],) for t in tasks])
+        yield _places([(rng.random(),) for _ in tasks])
+
+
+def _places(keys: Sequence[tuple[float, ...]]) -> list[int]:
+    """The place of each key in ascending order; of equals the first is first."""
+    place = [0] * len(keys)
+    for n, i in enumerate(sorted(range(len(keys)), key=keys.__getitem__)):
+        place[i] = n
+    return place
 
 
 def _net_bytes(task: Task) -> int:
@@ -120,7 +159,6 @@ def _simulate(problem: Problem, after: Sequence[Sequence[int]], place: Sequence[
         at[n] = i
     open_edges = [len(edges) for edges in problem.before]
     free, busy = list(problem.free_bytes), [False] * len(problem.free_bytes)
-    lowest = list(problem.free_bytes)
     waiting: dict[int, list[int]] = {}
     start, end = [0.0] * number, [0.0] * number
     order: list[int] = []
@@ -155,8 +193,6 @@ def _simulate(problem: Problem, after: Sequence[Sequence[int]], place: Sequence[
             start[i], end[i] = now, now + task.seconds
             for cell, num_bytes in task.takes:
                 free[cell] -= num_bytes
-                if free[cell] < lowest[cell]:
-                    lowest[cell] = free[cell]
             if task.seconds:
                 for cell in task.cells:
                     busy[cell] = True
@@ -175,7 +211,6 @@ def _simulate(problem: Problem, after: Sequence[Sequence[int]], place: Sequence[
         start_s=tuple(start),
         end_s=tuple(end),
         blocked=None if blocked is None else blocked[1:],
-        lowest_free_bytes=tuple(lowest),
     )
 
 
@@ -190,7 +225,20 @@ def _obstacle(task: Task, busy: Sequence[bool], free: Sequence[int]) -> int | No
     return None
 
 
-def resource_edges(problem: Problem, order: Sequence[int]) -> list[tuple[int, ...]]:
+def lowest_free_bytes(problem: Problem, order: Sequence[int]) -> list[int]:
+    """By cell, the least memory that is ever free."""
+    free, lowest = list(problem.free_bytes), list(problem.free_bytes)
+    for i in order:
+        for cell, num_bytes in problem.tasks[i].takes:
+            free[cell] -= num_bytes
+            if free[cell] < lowest[cell]:
+                lowest[cell] = free[cell]
+        for cell, num_bytes in problem.tasks[i].gives:
+            free[cell] += num_bytes
+    return lowest
+
+
+def resource_edges(problem: Problem, schedule: Schedule) -> list[tuple[int, ...]]:
     """For each task the releases that must have ended for its memory, by task.
 
     A release counts for a task only if it is among what the task waits for; if the rest does not
@@ -206,8 +254,8 @@ def resource_edges(problem: Problem, order: Sequence[int]) -> list[tuple[int, ..
         return edges
     free = list(problem.free_bytes)
     ancestors = [0] * len(problem.tasks)
-    releases: dict[int, list[tuple[int, int]]] = {cell: [] for cell in tight}
-    for i in order:
+    releases: dict[int, list[tuple[float, int, int]]] = {cell: [] for cell in tight}
+    for i in schedule.order:
         task, known = problem.tasks[i], 0
         for j in problem.before[i]:
             known |= ancestors[j]
@@ -218,17 +266,18 @@ def resource_edges(problem: Problem, order: Sequence[int]) -> list[tuple[int, ..
             free[cell] -= num_bytes
             if free[cell] >= 0:
                 continue
-            left = free[cell] + sum(b for j, b in releases[cell] if known >> j & 1)
-            for j, _ in releases[cell]:
+            given = sorted(releases[cell])
+            left = free[cell] + sum([b for _, j, b in given if known >> j & 1])
+            for _, j, _ in given:
                 if left >= 0:
                     break
                 if not known >> j & 1:
                     added.append(j)
                     known |= ancestors[j]
-                    left = free[cell] + sum(b for k, b in releases[cell] if known >> k & 1)
+                    left = free[cell] + sum([b for _, k, b in given if known >> k & 1])
         ancestors[i] = known | 1 << i
         edges[i] = tuple(sorted(set(added)))
         for cell, num_bytes in task.gives:
             if cell in tight:
-                releases[cell].append((i, num_bytes))
+                releases[cell].append((schedule.end_s[i], i, num_bytes))
     return edges

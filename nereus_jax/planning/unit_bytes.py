@@ -178,6 +178,8 @@ class Recut:
         self._target = _Positions(self._extent, target_cut, there)
         self.source_block = self._products(self._source.length(self._extent))
         self.block = self._products(self._target.length(self._extent))
+        whole = self._extent  # the length of a block that is not cut
+        self._total_bytes = int(self._products(whole)[0])
         self._overlap: list[Floats | None] = [None] * len(self._classes)
         self._known: dict[bytes, Floats] = {}
 
@@ -299,12 +301,37 @@ class Recut:
         place = np.minimum(np.searchsorted(groups, give), len(groups) - 1)
         near = groups[place] == give  # a giver in a node where nobody takes is near to nobody
         holding = place[near], sources.rank[giving][near]
-        wanting = member, targets.rank[taking]
-        missing = np.zeros(len(groups))
-        for i in range(len(self._classes)):
-            missing += self._missing(i, holding, wanting, len(groups))
+        missing = self._lacking(holding, (member, targets.rank[taking]), len(groups))
         share[taking] = (missing / np.bincount(member, minlength=len(groups)))[member]
         return np.bincount(groups // num_nodes, missing, num_operations), share
+
+    def _lacking(
+        self, holding: tuple[Ints, Ints], wanting: tuple[Ints, Ints], groups: int
+    ) -> Floats:
+        """Bytes that each group of devices wants and holds nowhere; arguments as for `_missing`.
+
+        A group that holds a whole unit lacks nothing, one that holds nothing and wants a whole unit
+        lacks all; only the others are looked at leaf by leaf.
+        """
+        held, wanted = (
+            np.zeros((groups, end.position.shape[1]), np.bool_)
+            for end in (self._source, self._target)
+        )
+        held[holding] = True
+        wanted[wanting] = True
+        nothing = ~held.any(axis=1) & wanted.all(axis=1)
+        missing = np.where(nothing, float(self._total_bytes), 0.0)
+        some = np.flatnonzero(~nothing & ~held.all(axis=1))
+        if len(some):
+            number = np.full(groups, -1, np.int64)
+            number[some] = np.arange(len(some))
+            parts: list[tuple[Ints, Ints]] = []
+            for group, rank in (holding, wanting):
+                inside = number[group] >= 0
+                parts.append((number[group[inside]], rank[inside]))
+            for i in range(len(self._classes)):
+                missing[some] += self._missing(i, parts[0], parts[1], len(some))
+        return missing
 
     def _missing(
         self, leaves: int, holding: tuple[Ints, Ints], wanting: tuple[Ints, Ints], groups: int
