@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from nereus_jax.planning.calibration import OperationClass
 from nereus_jax.planning.candidates import Candidates
 from nereus_jax.planning.cost_passes import (
-    Rows,
+    Microbatch,
     head_pass,
     kv_share,
     layer_forward,
@@ -30,6 +30,7 @@ from nereus_jax.planning.cost_terms import (
     Floats,
     ModelSizes,
     Prices,
+    RowFill,
     Spent,
     Value,
     added,
@@ -38,7 +39,7 @@ from nereus_jax.planning.cost_terms import (
 )
 from nereus_jax.planning.workload import LengthHistogram, Workload
 
-POINTS = 12
+POINTS = 8
 """Points of the integral over the steps in which the slots run empty."""
 
 GRID = 128
@@ -107,11 +108,15 @@ def _on_curve(at: Floats, grid: Floats, values: Floats) -> Floats:
 
 
 def _expected_max(grid: Floats, survival: Floats, count: Value) -> Floats:
-    """[C] expected largest of so many draws: the integral of 1 - (1 - survival)^count."""
-    counts, inverse = np.unique(np.asarray(count, np.float64), return_inverse=True)
+    """[C] expected largest of so many draws: the integral of 1 - (1 - survival)^count.
+
+    It is smooth in the logarithm of the count, and interpolated there.
+    """
+    logs = np.log(np.asarray(count, np.float64))
+    knots = np.linspace(logs.min(), logs.max() + 1e-9, GRID // 2)
     log_below = np.log1p(-np.minimum(survival, 1.0 - 1e-12))
-    above = 1.0 - np.exp(counts[:, None] * log_below[None, :])
-    return (above[:, :-1] + above[:, 1:]).sum(axis=1)[inverse] / 2 * grid[1]
+    above = 1.0 - np.exp(np.exp(knots)[:, None] * log_below[None, :])
+    return _on_curve(logs, knots, (above[:, :-1] + above[:, 1:]).sum(axis=1) / 2 * grid[1])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,7 +136,8 @@ class Decoding:
         slots = np.minimum(c.microbatch_size, rows)
         plan = schedule(self.workload.response_lengths, rows, slots, c.dp.astype(np.float64))
         prompts = self.workload.prompt_lengths
-        prompt = float(prompts.max) if execution.padded else prompts.mean
+        exact = execution.rows is RowFill.EXACT
+        prompt = prompts.mean if exact else float(prompts.max)
         # Computed slots, and cached tokens that a step reads of each.
         busy = np.ones_like(plan.busy) if execution.static_slots else plan.busy
         column = slots[:, None].astype(np.float64)
@@ -181,10 +187,11 @@ class Decoding:
         """The prompts of all rows of a replica through the layers, as many at a time as slots."""
         c, sizes, prices = self.candidates, self.sizes, self.prices
         prompts = self.workload.prompt_lengths
-        length = float(prompts.max) if self.execution.padded else prompts.mean
-        square = length**2 if self.execution.padded else prompts.mean_square
+        exact = self.execution.rows is RowFill.EXACT
+        length = prompts.mean if exact else float(prompts.max)
+        square = prompts.mean_square if exact else length**2
         together = np.maximum(slots // c.pp, 1).astype(np.float64)
-        part = Rows(
+        part = Microbatch(
             tokens=together * length,
             pairs=together * square * self.execution.score_share,
             head_tokens=together,

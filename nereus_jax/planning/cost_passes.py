@@ -8,6 +8,7 @@ optimizer's memory traffic.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -22,6 +23,7 @@ from nereus_jax.planning.cost_terms import (
     Floats,
     ModelSizes,
     Prices,
+    RowFill,
     Spent,
     Value,
     added,
@@ -45,13 +47,17 @@ FUSED_ATTENTION_BACKWARD = 2.5
 """The same of fused attention, which makes the scores again: 5 products against 2 (Dao 2023)."""
 
 
+PACKED_FILL = 0.95
+"""Share of a packed row that holds tokens."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rows:
+class Microbatch:
     """What a microbatch is made of.
 
     Attributes:
       tokens: [C] through the layers.
-      pairs: [C] of a query and a key whose score is wanted.
+      pairs: [C] of a query and a key whose score is computed.
       head_tokens: [C] through the head.
     """
 
@@ -59,17 +65,47 @@ class Rows:
     pairs: Value
     head_tokens: Value
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch:
+    """How a replica's sequences are cut.
+
+    Attributes:
+      micro: of what a microbatch is made.
+      microbatches: [C] of a flush that are run.
+      flushes: [C] that are run.
+    """
+
+    micro: Microbatch
+    microbatches: Floats
+    flushes: Floats
+
     @classmethod
-    def of(cls, workload: Workload, rows: Value, execution: Execution) -> "Rows":
-        """So many rows of the workload."""
-        if execution.padded:
-            length, square = float(workload.row_tokens), float(workload.row_tokens) ** 2
-            width = float(workload.max_response_tokens)
-        else:
-            length, square = workload.mean_row_tokens, workload.mean_square_row_tokens
-            width = workload.response_lengths.mean
-        pairs = execution.score_share * square
-        return cls(tokens=rows * length, pairs=rows * pairs, head_tokens=rows * width)
+    def of(cls, workload: Workload, c: Candidates, execution: Execution, sequences: int) -> "Batch":
+        """So many sequences of the workload, shared by the replicas of the candidates."""
+        length = float(workload.row_tokens)
+        share = execution.score_share
+        microbatches = c.microbatches.astype(np.float64)
+        flushes = c.accumulation.astype(np.float64)
+        if execution.rows is RowFill.EXACT:
+            micro = Microbatch(
+                tokens=c.microbatch_size * workload.mean_row_tokens,
+                pairs=c.microbatch_size * share * workload.mean_square_row_tokens,
+                head_tokens=c.microbatch_size * workload.response_lengths.mean,
+            )
+            return cls(micro=micro, microbatches=microbatches, flushes=flushes)
+        tokens = c.microbatch_size * length
+        pairs = share * tokens * length
+        if execution.rows is RowFill.PADDED:
+            head_tokens = c.microbatch_size * float(workload.max_response_tokens)
+            micro = Microbatch(tokens=tokens, pairs=pairs, head_tokens=head_tokens)
+            return cls(micro=micro, microbatches=microbatches, flushes=flushes)
+        held = -(-sequences // c.dp) * workload.mean_row_tokens
+        run = np.clip(np.ceil(held / (PACKED_FILL * tokens)), 1.0, microbatches * flushes)
+        flushes = np.ceil(run / microbatches)
+        responses = workload.response_lengths.mean / workload.mean_row_tokens
+        micro = Microbatch(tokens=tokens, pairs=pairs, head_tokens=held * responses / run)
+        return cls(micro=micro, microbatches=run / flushes, flushes=flushes)
 
 
 def kv_share(sizes: ModelSizes, tp: NDArray[np.int64]) -> Floats:
@@ -84,7 +120,11 @@ def layer_weights(sizes: ModelSizes, tp: NDArray[np.int64]) -> Floats:
 
 
 def layer_forward(
-    sizes: ModelSizes, rows: Rows, tp: NDArray[np.int64], prices: Prices, execution: Execution
+    sizes: ModelSizes,
+    micro: Microbatch,
+    tp: NDArray[np.int64],
+    prices: Prices,
+    execution: Execution,
 ) -> tuple[Spent, Spent]:
     """One layer's forward pass of a microbatch on a device, without collectives.
 
@@ -93,19 +133,19 @@ def layer_forward(
     """
     weights = layer_weights(sizes, tp)
     products = prices.product(
-        2.0 * rows.tokens * weights, weights * prices.element_bytes, aligned_widths(sizes, tp)
+        2.0 * micro.tokens * weights, weights * prices.element_bytes, aligned_widths(sizes, tp)
     )
     # Two norms (read, write), two residual sums (two reads, a write): not split over tp. Rotation
     # of queries and keys, and the activation: split.
     whole = 10.0 * sizes.embed_dim / np.where(execution.sequence_parallel, tp, 1)
     split = 2.0 * sizes.query_dim / tp + sizes.mlp_matrices * sizes.mlp_dim / tp
     split = split + 2.0 * sizes.kv_dim * kv_share(sizes, tp)
-    traffic = rows.tokens * (whole + split) * prices.element_bytes
+    traffic = micro.tokens * (whole + split) * prices.element_bytes
     elementwise = {
         OperationClass.MEMORY: prices.memory_s(traffic, OperationClass.MEMORY),
         OperationClass.LAUNCH: prices.launch_s(float(KERNELS_PER_LAYER)),
     }
-    return added(products, elementwise), attention(sizes, rows.pairs, tp, prices, execution)
+    return added(products, elementwise), attention(sizes, micro.pairs, tp, prices, execution)
 
 
 def attention(
@@ -158,14 +198,17 @@ class Passes:
         """[C] layers of the rank that has most."""
         return -(-self.sizes.num_layers // self.candidates.pp)
 
-    def _rows(self, rows: Value) -> Rows:
-        return Rows.of(self.workload, rows, self.execution)
+    @functools.cached_property
+    def _batch(self) -> Batch:
+        rows = self.workload.rows
+        sequences = min(self.workload.minibatch_size, rows) if self.train else rows
+        return Batch.of(self.workload, self.candidates, self.execution, sequences)
 
     def _layer(self) -> Spent:
         """All passes of one microbatch through one layer, tensor parallelism included."""
         c, execution = self.candidates, self.execution
-        rows = self._rows(c.microbatch_size)
-        forward, scores = layer_forward(self.sizes, rows, c.tp, self.prices, execution)
+        micro = self._batch.micro
+        forward, scores = layer_forward(self.sizes, micro, c.tp, self.prices, execution)
         recompute = c.remat & self.train
         only_scores = execution.recompute_attention_only
         backward = BACKWARD if self.train else 0.0
@@ -173,7 +216,7 @@ class Passes:
         fused = self.train and not execution.score_bytes
         score_backward = FUSED_ATTENTION_BACKWARD if fused else backward
         score_passes = 1.0 + score_backward + np.where(recompute, 1.0, 0.0)
-        hidden_bytes = rows.tokens * self.sizes.embed_dim * self.prices.element_bytes
+        hidden_bytes = micro.tokens * self.sizes.embed_dim * self.prices.element_bytes
         reduced = 2.0 + (2.0 if self.train else 0.0)
         extra = float(execution.recomputed_all_reduces)
         reduced = reduced + np.where(recompute & (not only_scores), extra, 0.0)
@@ -184,12 +227,12 @@ class Passes:
         """One pipeline flush, and how much of it is bubble."""
         c, execution = self.candidates, self.execution
         layer, layers = self._layer(), self._layers
-        micro = c.microbatches.astype(np.float64)
+        micro = self._batch.microbatches
         layers_in_all = layers * c.pp if execution.padded_layers else self.sizes.num_layers
         head: Spent = {}
         slowest_layers, slowest_heads = layers.astype(np.float64), 0.0
         if not execution.vocab_over_pp:
-            tokens = self._rows(c.microbatch_size).head_tokens
+            tokens = self._batch.micro.head_tokens
             head = head_pass(self.sizes, tokens, c.tp, self.prices, self._head_passes)
             head_s, layer_s = total_s(head), total_s(layer)
             last = self.sizes.num_layers // c.pp
@@ -211,15 +254,16 @@ class Passes:
             return {}
         traffic = 3.0 * self.execution.grad_bytes * self.sizes.params / (c.pp * c.tp)
         added_s = self.prices.memory_s(traffic, OperationClass.MEMORY)
-        return {OperationClass.MEMORY: added_s * c.microbatches}
+        return {OperationClass.MEMORY: added_s * self._batch.microbatches}
 
     def _hops(self) -> Spent:
         """Activations, and their gradients, from one pipeline rank to the next."""
         c, execution = self.candidates, self.execution
-        tokens = self._rows(c.microbatch_size).tokens
-        num_bytes = tokens * self.sizes.embed_dim * self.prices.element_bytes
+        num_bytes = self._batch.micro.tokens * self.sizes.embed_dim * self.prices.element_bytes
         num_bytes = num_bytes / np.where(execution.p2p_scattered, c.tp, 1)
-        ticks = (c.microbatches + c.pp - 1) * execution.interleave * (2 if self.train else 1)
+        ticks = (
+            (self._batch.microbatches + c.pp - 1) * execution.interleave * (2 if self.train else 1)
+        )
         crosses = c.pp * c.tp > self.prices.hardware.devices_per_node
         return self.prices.send(num_bytes, crosses, np.where(c.pp > 1, ticks, 0))
 
@@ -232,27 +276,29 @@ class Passes:
         c = self.candidates
         if not self.execution.vocab_over_pp:
             return {}
-        rows = self._rows(c.microbatches * c.microbatch_size)
+        batch, micro = self._batch, self._batch.micro
+        tokens = batch.microbatches * micro.tokens
+        head_tokens = batch.microbatches * micro.head_tokens
         width = self.sizes.embed_dim * self.prices.element_bytes
         parts = c.pp * c.tp
         passes = 2.0 if self.train else 1.0
-        embedded = self.prices.all_reduce(rows.tokens * width, parts, 1)
-        picked = self.prices.all_reduce(rows.head_tokens * width, c.pp, c.tp)
-        summed = self.prices.all_reduce(rows.head_tokens * width, np.where(self.train, parts, 1), 1)
-        head = head_pass(self.sizes, rows.head_tokens, parts, self.prices, self._head_passes)
+        embedded = self.prices.all_reduce(tokens * width, parts, 1)
+        picked = self.prices.all_reduce(head_tokens * width, c.pp, c.tp)
+        summed = self.prices.all_reduce(head_tokens * width, np.where(self.train, parts, 1), 1)
+        head = head_pass(self.sizes, head_tokens, parts, self.prices, self._head_passes)
         return added(embedded, scaled(picked, passes), summed, head)
 
     def batch(self) -> tuple[Spent, Value]:
         """All flushes of a replica, and how much of their seconds is bubble."""
         flush, bubble_s = self._flush()
-        flushes = self.candidates.accumulation.astype(np.float64)
+        flushes = self._batch.flushes
         return scaled(added(flush, self._ends()), flushes), bubble_s * flushes
 
     def update(self) -> tuple[Spent, Value]:
         """All flushes, the replicas' agreement and the optimizer."""
         c = self.candidates
         spent, bubble_s = self.batch()
-        flush_s = total_s(spent) / c.accumulation
+        flush_s = total_s(spent) / self._batch.flushes
         sync = SYNC[self.execution.sync](self, flush_s)
         shards = c.pp * c.tp * np.where(c.zero1, self._zero_ranks, 1)
         if self.execution.sync in (DataSync.SHARDED, DataSync.SHARDED_GRADS):
@@ -263,6 +309,11 @@ class Passes:
             OperationClass.LAUNCH: self.prices.launch_s(2.0 * KERNELS_PER_LAYER),
         }
         return added(spent, sync, step), bubble_s
+
+    @property
+    def flushes(self) -> Floats:
+        """[C] flushes of an update that are run."""
+        return self._batch.flushes
 
     @property
     def _zero_ranks(self) -> NDArray[np.int64]:
@@ -319,12 +370,12 @@ def _sharded(passes: Passes, flush_s: Value) -> Spent:
     """Parameters are gathered for the forward and the backward pass of each microbatch."""
     sync = passes.sharded_sync(2.0, 1.0)
     one = exposed(sync, flush_s, passes.sizes.num_layers)
-    return scaled(one, passes.candidates.accumulation.astype(np.float64))
+    return scaled(one, passes.flushes)
 
 
 def _sharded_grads(passes: Passes, flush_s: Value) -> Spent:
     """Parameters are gathered once for an update, gradients scattered in each microbatch."""
-    flushes = passes.candidates.accumulation.astype(np.float64)
+    flushes = passes.flushes
     sync = passes.sharded_sync(1.0, flushes)
     return exposed(sync, flush_s * flushes, passes.sizes.num_layers)
 

@@ -50,12 +50,20 @@ class DataSync(enum.StrEnum):
     SHARDED_GRADS = "sharded grads"  # the same, but the gathered parameters stay for the update
 
 
+class RowFill(enum.StrEnum):
+    """How sequences lie in the rows of SCORE and TRAIN."""
+
+    PADDED = "padded"  # one in a row, all rows as long as the longest
+    PACKED = "packed"  # several in a row, microbatches only as far as there are tokens
+    EXACT = "exact"  # a microbatch is so many sequences, and only their tokens are computed
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Execution:
     """How an engine runs a model-stage. The defaults are this project's engines.
 
     Attributes:
-      padded: rows take the columns of the longest; else only tokens are computed.
+      rows: how sequences lie in rows; prompts of GENERATE are padded unless EXACT.
       static_slots: a decode step computes all slots, also those without a row.
       score_bytes: memory traffic of attention for each score, one forward pass; 0: fused.
       score_share: share of the S x S scores that are computed; causal at best 1/2.
@@ -74,7 +82,7 @@ class Execution:
       head_passes: passes of the head: forward, two backward, and one for recomputed logits.
     """
 
-    padded: bool = True
+    rows: RowFill = RowFill.PACKED
     static_slots: bool = True
     score_bytes: float = 16.0
     score_share: float = 1.0

@@ -201,11 +201,11 @@ def _best_s(run: Callable[[], object], budget_s: float) -> float:
 def _matrix_flops_per_s(size: int = 1024) -> float:
     a = np.full((size, size), 0.5, np.float32)
     b, out = a.copy(), np.empty_like(a)
-    return 2.0 * size**3 / _best_s(lambda: np.matmul(a, b, out=out), 0.5)
+    return 2.0 * size**3 / _best_s(lambda: np.matmul(a, b, out=out), 0.3)
 
 
 def _copy_bytes_per_s(num_bytes: int = 1 << 26) -> float:
     source = np.ones(num_bytes, np.uint8)
     target = np.empty_like(source)
-    seconds = _best_s(lambda: np.copyto(target, source), 0.5)  # pyright: ignore[reportUnknownMemberType]
+    seconds = _best_s(lambda: np.copyto(target, source), 0.3)  # pyright: ignore[reportUnknownMemberType]
     return 2.0 * num_bytes / seconds

@@ -77,7 +77,7 @@ class LengthHistogram:
         lengths, weights = self._arrays
         return float(lengths**2 @ weights)
 
-    @property
+    @functools.cached_property
     def max(self) -> int:
         """Longest length that has a weight, tokens."""
         return max(n for n, w in zip(self.lengths, self.weights, strict=True) if w > 0)
@@ -134,6 +134,8 @@ class LengthHistogram:
         try:
             text = path.read_text(encoding="utf-8")
             lengths, weights = _parse_json(text) if path.suffix == ".json" else _parse_csv(text)
+        except ConfigError:
+            raise
         except OSError as error:
             reason = error.strerror or str(error)
             raise DataError(f"lengths: {path} cannot be read: {reason}") from None
