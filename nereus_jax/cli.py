@@ -7,6 +7,7 @@ data or the plan, 130 ended at once by Ctrl-C: while it started, or by the secon
 import argparse
 import difflib
 import importlib
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from nereus_jax.config import RunConfig, load_config_file, parse_config
+from nereus_jax.core.architectures import DecoderConfig
 from nereus_jax.core.errors import ConfigError, NereusError
+from nereus_jax.core.plan import Plan
+from nereus_jax.core.presets import PRESETS, preset
 
 # Emulated devices are threads: on a busy machine they reach a collective late, and XLA would abort.
 EMULATION_FLAGS = (
@@ -77,14 +81,43 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--coordinator", metavar="HOST:PORT", help="process 0 of the job")
     train.add_argument("--num-processes", type=int, metavar="N", help="processes of the job")
     train.add_argument("--process-id", type=int, metavar="I", help="rank of this process")
+    _add_explain(commands)
     return parser
+
+
+def _add_explain(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    explain = commands.add_parser(
+        "explain",
+        help="tell how a job would change from one plan to another",
+        description=(
+            "Prints the operations that lead from one plan to another, in order: bytes by link, "
+            "modelled seconds, peak bytes by device, the critical path. Nothing is run. TRAIN "
+            "holds float32 parameters and two moments, the others bfloat16 weights, which a weight "
+            "edge fills where the model is trained."
+        ),
+        allow_abbrev=False,
+    )
+    plan = {"metavar": "PLAN.json", "required": True}
+    explain.add_argument("--from", dest="source", help="plan.json of the plan that holds", **plan)
+    explain.add_argument("--to", dest="target", help="plan.json of the plan wanted", **plan)
+    explain.add_argument(
+        "--model",
+        metavar="MODEL",
+        default="llama3-8b",
+        help="a preset, or a directory or config.json of Hugging Face; default llama3-8b",
+    )
+    explain.add_argument(
+        "--hardware", metavar="NAME", default="h100", help="a name or a .json file; default h100"
+    )
+    explain.add_argument("--format", choices=("text", "json", "dot", "svg"), default="text")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
     try:
         arguments, rest = _parser().parse_known_args(argv)
-        code = _train(arguments, rest)
+        run = {"train": _train, "explain": _explain}[arguments.command]
+        code = run(arguments, rest)
         sys.stdout.flush()
         return code
     except NereusError as error:
@@ -139,6 +172,53 @@ def _train(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
         ),
     )
     return 0
+
+
+def _explain(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    if rest:
+        raise ConfigError(f"unknown argument {rest[0]!r}; see `nereus explain --help`")
+    planning = "nereus_jax.planning."
+    inputs = importlib.import_module(f"{planning}transition_inputs")
+    graph = importlib.import_module(f"{planning}transition_graph")
+    hardware = importlib.import_module(f"{planning}hardware").load_hardware(arguments.hardware)
+    report = importlib.import_module("nereus_jax.report.transition_report")
+    model = _model(arguments.model)
+    plans = [_read_plan(path) for path in (arguments.source, arguments.target)]
+    stages = sorted({stage for plan in plans for stage in plan.placements})
+    for plan in plans:
+        for placement in plan.placements.values():
+            model.check_layout(placement.layout)
+    states = inputs.decoder_states(model, stages)
+    found = graph.plan_transition(states, *plans, hardware=hardware)
+    title = f"{arguments.source} -> {arguments.target}: {arguments.model} on {hardware.name}"
+    print(report.FORMATS[arguments.format](found, title), end="")
+    return 0
+
+
+def _read_plan(path: str) -> Plan:
+    """A plan.json, as a run writes it."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} cannot be read as a plan: {error}; give the plan.json of a run, or write "
+            f"model-stage -> {{dp, pp, tp, devices}}"
+        ) from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds no plan: give model-stage -> {{dp, pp, tp, devices}}")
+    return Plan.from_json(content)
+
+
+def _model(name: str) -> DecoderConfig:
+    """The sizes of a preset or of files in the Hugging Face format."""
+    path = Path(name).expanduser()
+    if name in PRESETS or not path.exists():
+        return preset(name)
+    files = importlib.import_module("nereus_jax.models.huggingface_config")
+    config: DecoderConfig = files.read_checkpoint_config(
+        path / "config.json" if path.is_dir() else path
+    )[0]
+    return config
 
 
 def _overrides(rest: Sequence[str]) -> list[str]:

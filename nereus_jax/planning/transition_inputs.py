@@ -1,11 +1,12 @@
 """What the planning of a transition must be told beside the two plans."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from nereus_jax.core.architectures import DecoderConfig, Head
 from nereus_jax.core.devices import DeviceId
 from nereus_jax.core.emu_spec import EmuSpec
-from nereus_jax.core.roles import ModelStage
+from nereus_jax.core.roles import ModelStage, Role, Stage
 from nereus_jax.core.transition import RecoverySource, Way
 from nereus_jax.planning.transfers import MAX_INFLIGHT_BYTES
 
@@ -71,3 +72,53 @@ class TransitionBudget:
     def __post_init__(self) -> None:
         if not 0 <= self.headroom < 1:
             raise ValueError(f"headroom must be in [0, 1), got {self.headroom}")
+
+
+def decoder_states(
+    model: DecoderConfig,
+    model_stages: Iterable[ModelStage],
+    *,
+    weight_edges: bool = True,
+    param_dtype: str = "float32",
+    compute_dtype: str = "bfloat16",
+    num_moments: int = 2,
+    zero1: bool = False,
+) -> dict[ModelStage, StageState]:
+    """The states of model-stages that all have models of the same sizes.
+
+    TRAIN holds parameters and moments, the others weights to compute with.
+
+    Args:
+      model: the sizes.
+      model_stages: which there are.
+      weight_edges: a model that is trained fills its copies for GENERATE and SCORE in every step;
+        else these are moved as state of their own.
+      param_dtype: of what is trained, and of its moments.
+      compute_dtype: of the other weights.
+      num_moments: of the optimizer, each as large as the parameters; two for Adam.
+      zero1: the moments are split over dp.
+    """
+    weights = {head: model.spec(head, compute_dtype) for head in Head}
+    masters = {head: model.spec(head, param_dtype) for head in Head}
+    moments = {head: _moments(masters[head], num_moments) for head in Head}
+    stages = tuple(model_stages)
+    trains = {s.role: s for s in stages if s.stage is Stage.TRAIN}
+    states: dict[ModelStage, StageState] = {}
+    for stage in stages:
+        head = Head.LM if stage.role in (Role.ACTOR, Role.REFERENCE) else Head.SCALAR
+        trained = stage.stage is Stage.TRAIN
+        states[stage] = StageState(
+            parameters=masters[head] if trained else weights[head],
+            optimizer=moments[head] if trained else None,
+            num_kv_heads=model.num_kv_heads,
+            zero1=zero1 and trained,
+            refreshed_by=trains.get(stage.role) if weight_edges and not trained else None,
+        )
+    return states
+
+
+def _moments(spec: EmuSpec, number: int) -> EmuSpec:
+    leaves = [
+        dataclasses.replace(leaf, name=f"{i}.{leaf.name}") for i in range(number) for leaf in spec
+    ]
+    return EmuSpec(leaves=tuple(leaves), rules=spec.rules)
