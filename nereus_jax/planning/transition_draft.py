@@ -403,7 +403,8 @@ def link_bytes(row: Sequence[int]) -> LinkBytes:
 
 
 def _by_operation(entries: Entries, blocks: Ints) -> tuple[Floats, Floats]:
-    """Sum and largest of the blocks of each operation."""
+    """Sum and largest of the blocks of each operation; `blocks` is by rank."""
+    blocks = blocks[entries.rank]
     number = int(entries.operation[-1]) + 1
     first = np.searchsorted(entries.operation, np.arange(number))
     total = np.bincount(entries.operation, blocks, number)

@@ -1,22 +1,27 @@
 """A transition graph leads from plan to plan: every byte, every unit, every moment of memory."""
 
 import dataclasses
+import itertools
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nereus_jax.core.architectures import DecoderConfig, Head
 from nereus_jax.core.devices import DeviceId, DevicePool
 from nereus_jax.core.emu_spec import EmuSpec
+from nereus_jax.core.errors import InfeasiblePlanError
 from nereus_jax.core.hardware import Hardware, Link
 from nereus_jax.core.layout import ParallelLayout
 from nereus_jax.core.plan import Placement, Plan
 from nereus_jax.core.roles import (
     ACTOR_GENERATE,
+    ACTOR_SCORE,
     ACTOR_TRAIN,
     CRITIC_TRAIN,
     REFERENCE_SCORE,
@@ -26,6 +31,7 @@ from nereus_jax.core.tiling import LeafTiling, tile_leaf
 from nereus_jax.core.transition import (
     Operation,
     OperationKind,
+    RecoverySource,
     TransitionGraph,
     Unit,
     Way,
@@ -33,7 +39,7 @@ from nereus_jax.core.transition import (
 from nereus_jax.planning.transfers import plan_transfer
 from nereus_jax.planning.transition_graph import plan_transition
 from nereus_jax.planning.transition_inputs import StageState, TransitionBudget
-from nereus_jax.planning.transition_replay import replay
+from nereus_jax.planning.transition_replay import replay, uncoordinated_order
 
 # Odd sizes: layers, vocabulary and feed-forward are padded by most layouts.
 MODEL = DecoderConfig(
@@ -266,7 +272,7 @@ def check_graph(graph: TransitionGraph, source: Plan, target: Plan) -> None:
         kept = unit in graph.initial_units and not gone
         assert produced.count(unit) == (0 if kept else 1)
     path = graph.critical_path
-    for a, b in zip(path, path[1:], strict=False):
+    for a, b in itertools.pairwise(path):
         assert graph.end_s[a] == graph.start_s[b]
     if path:
         assert graph.start_s[path[0]] == 0.0
@@ -320,3 +326,223 @@ def test_every_order_that_the_edges_allow_reaches_the_target(
         assert done.violation is None
         assert set(done.units) == units_of(plans[1])
         check_copies(graph, order, stages)
+
+
+# --- ways by hand ---
+
+
+def plan_one(
+    state: StageState, old: Placement | None, new: Placement | None, **arguments: Any
+) -> TransitionGraph:
+    plans = [Plan(placements={ACTOR_TRAIN: p} if p else {}) for p in (old, new)]
+    arguments = {"budget": ROOMY} | arguments
+    return plan_transition({ACTOR_TRAIN: state}, *plans, hardware=HARDWARE, **arguments)
+
+
+def kinds(graph: TransitionGraph) -> list[str]:
+    return [str(o.kind) for o in graph.operations]
+
+
+def test_doubling_copies_across_nodes_once_and_then_inside() -> None:
+    graph = plan_one(FROZEN, placement(2, 1, 2, POOL), placement(6, 1, 2, POOL))
+    assert kinds(graph) == ["extend"] * 4
+    state_bytes = LM.num_elements * 4
+    replicated = sum(
+        x.num_bytes
+        for x in LM
+        if not any(x.num_shards(LM.rules, (1, 1, 2, 1))[i] > 1 for i in range(len(x.shape)))
+    )
+    assert graph.link_bytes.inter_node == 2 * state_bytes  # once to each of two nodes
+    inside = 4 * (state_bytes + replicated) - 2 * state_bytes
+    assert graph.link_bytes.intra_node == inside
+    first, second = (i for i in range(4) if graph.operations[i].link_bytes.inter_node)
+    assert graph.start_s[first] == 0.0
+    followers = [i for i in range(4) if i not in (first, second)]
+    assert {graph.data_edges[i] for i in followers} == {(first,), (second,)}
+
+
+def test_halving_only_destroys() -> None:
+    graph = plan_one(TRAINED, placement(4, 1, 2, POOL), placement(2, 1, 2, POOL))
+    assert kinds(graph) == ["destroy"] * 2
+    assert graph.transition_s == 0.0 and graph.link_bytes.wire == 0
+
+
+def test_composed_goes_through_t_sub() -> None:
+    budget = dataclasses.replace(ROOMY, ways=frozenset({Way.COMPOSED}))
+    old, new = placement(1, 2, 2, POOL), placement(1, 1, 4, POOL)
+    even = dataclasses.replace(MODEL, num_layers=4, mlp_dim=12, vocab_size=40).spec(Head.LM)
+    state = dataclasses.replace(FROZEN, parameters=even)
+    graph = plan_one(state, old, new, budget=budget)
+    # T_sub is pp=1, tp=2. The old unit splits into (0, 1) and (2, 3), the new one consists of
+    # (0, 2) and (1, 3): none is there, so both are copied.
+    assert kinds(graph)[0] == "split" and kinds(graph)[-1] == "merge"
+    assert kinds(graph).count("extend") == 2
+    split = graph.operations[0]
+    assert [[d.index for d in u.devices] for u in split.produces] == [[0, 1], [2, 3]]
+    merge = graph.operations[-1]
+    assert [[d.index for d in u.devices] for u in merge.consumes] == [[0, 2], [1, 3]]
+    assert merge.link_bytes.wire == 0
+    prices = graph.choices[ACTOR_TRAIN].prices
+    assert prices[Way.DIRECT].link_bytes.wire < prices[Way.COMPOSED].link_bytes.wire
+    assert plan_one(state, old, new).choices[ACTOR_TRAIN].way is Way.DIRECT
+
+
+def test_a_refreshed_copy_moves_nothing_and_may_share_arrays() -> None:
+    states = {
+        ACTOR_TRAIN: TRAINED,
+        ACTOR_GENERATE: dataclasses.replace(FROZEN, refreshed_by=ACTOR_TRAIN),
+    }
+    train, wide = placement(1, 1, 2, POOL), placement(2, 1, 2, POOL)
+    source = Plan(placements={ACTOR_TRAIN: train, ACTOR_GENERATE: train})
+    target = Plan(placements={ACTOR_TRAIN: train, ACTOR_GENERATE: wide})
+    graph = plan_transition(states, source, target, hardware=HARDWARE, budget=ROOMY)
+    assert sorted(kinds(graph)) == ["destroy", "refresh", "refresh"]
+    assert graph.link_bytes.wire == 0 and graph.transition_s == 0.0
+    shared = graph.initial_units.index(
+        next(u for u in graph.initial_units if u.model_stage == ACTOR_GENERATE)
+    )
+    assert graph.initial_bytes[shared] == 0  # the very arrays of TRAIN
+    refresh = [o for o in graph.operations if o.kind is OperationKind.REFRESH]
+    assert {o.produced_bytes for o in refresh} == {LM.local_bytes((1, 1, 2, 1))}
+    assert replay(graph).violation is None
+
+
+def test_lost_devices_leave_the_intact_copy() -> None:
+    lost = frozenset({POOL[0]})
+    new = placement(1, 1, 2, POOL[4:])
+    graph = plan_one(TRAINED, placement(2, 1, 2, POOL), new, lost=lost)
+    assert graph.choices[ACTOR_TRAIN].way in (Way.COMPOSED, Way.DIRECT)
+    (copy,) = [o for o in graph.operations if o.kind is OperationKind.EXTEND]
+    assert copy.reads[0].devices == POOL[2:4] and copy.source is RecoverySource.REPLICA
+    assert POOL[0] not in graph.devices
+    check_copies(graph, range(len(graph.operations)), {ACTOR_TRAIN})
+    assert replay(graph).violation is None
+
+
+def test_blocks_that_are_left_of_broken_copies_make_a_whole() -> None:
+    lost = frozenset({POOL[0], POOL[3]})
+    graph = plan_one(TRAINED, placement(2, 1, 2, POOL), placement(2, 1, 2, POOL[4:]), lost=lost)
+    (operation,) = graph.operations
+    assert operation.kind is OperationKind.RESHARD and len(operation.consumes) == 2
+    spec = leaves(TRAINED)
+    check_bytes(
+        operation, tilings(spec, operation.consumes), tilings(spec, operation.produces), lost
+    )
+
+
+@pytest.mark.parametrize("source", list(RecoverySource)[1:])
+def test_without_a_copy_state_is_restored(source: RecoverySource) -> None:
+    state = dataclasses.replace(TRAINED, recovery=(source,))
+    lost, new = frozenset(POOL[:1]), placement(3, 1, 2, POOL[2:])
+    graph = plan_one(state, placement(1, 1, 2, POOL), new, lost=lost)
+    assert kinds(graph) == ["destroy", "restore", "extend", "extend"]
+    restore = graph.operations[1]
+    assert restore.source is source and graph.choices[ACTOR_TRAIN].way is Way.RESTORED
+    assert (restore.link_bytes.storage > 0) == (source is RecoverySource.CHECKPOINT)
+    with pytest.raises(InfeasiblePlanError, match="neither a host snapshot nor a checkpoint"):
+        plan_one(TRAINED, placement(1, 1, 2, POOL), new, lost=lost)
+    with pytest.raises(InfeasiblePlanError, match="on 0:0, which is lost"):
+        plan_one(TRAINED, new, placement(1, 1, 2, POOL), lost=lost)
+
+
+def test_two_that_change_places_meet_in_host_memory() -> None:
+    """Each fits only where the other is: neither can move first without a third place."""
+    one, other = placement(1, 1, 2, POOL), placement(1, 1, 2, POOL[2:])
+    source = Plan(placements={ACTOR_TRAIN: one, CRITIC_TRAIN: other})
+    target = Plan(placements={ACTOR_TRAIN: other, CRITIC_TRAIN: one})
+    budget = tightest(source, target, 0.5)
+    graph = plan_transition(STATES, source, target, hardware=HARDWARE, budget=budget)
+    assert Way.PARKED in {c.way for c in graph.choices.values()}
+    assert {"park", "unpark"} <= set(kinds(graph))
+    assert any("blocked" in c.reason for c in graph.choices.values())
+    check_graph(graph, source, target)
+    assert replay(graph).violation is None
+    strict = dataclasses.replace(budget, ways=frozenset({Way.COMPOSED, Way.DIRECT, Way.LEAN}))
+    with pytest.raises(
+        InfeasiblePlanError,
+        match=r"TRAIN cannot reach its target: the operation \w+ needs \d+ bytes on device 0:\d, ",
+    ):
+        plan_transition(STATES, source, target, hardware=HARDWARE, budget=strict)
+    small = dataclasses.replace(budget, host_bytes={0: 10})
+    with pytest.raises(InfeasiblePlanError, match="must wait in host memory, but node 0 needs"):
+        plan_transition(STATES, source, target, hardware=HARDWARE, budget=small)
+
+
+def test_a_target_that_is_too_large_is_refused() -> None:
+    small = dataclasses.replace(ROOMY, capacity_bytes={POOL[1]: 1000})
+    with pytest.raises(
+        InfeasiblePlanError, match=r"on device 0:1, 1000 are available .*actor-TRAIN"
+    ):
+        plan_one(TRAINED, placement(1, 1, 1, POOL), placement(2, 1, 1, POOL), budget=small)
+
+
+def test_parking_by_hand() -> None:
+    """Host bytes and seconds: every device copies its own block over its own link."""
+    where = placement(1, 1, 2, POOL)
+    graph = plan_one(dataclasses.replace(FROZEN, parked_after=True), where, where)
+    (park,) = graph.operations
+    cut = sum(x.num_bytes for x in LM if max(x.num_shards(LM.rules, (1, 1, 2, 1))) > 1)
+    whole = LM.num_elements * 4 - cut
+    assert park.link_bytes.host == cut + 2 * whole
+    padded = (37 + 1) // 2 * 8 * 4  # the larger half of the vocabulary
+    largest = (cut - 37 * 8 * 4) / 2 + padded + whole
+    assert math.isclose(park.seconds, 1e-5 + largest / 1e7)
+
+
+def test_parked_stages_come_back_and_go() -> None:
+    old, new = placement(2, 1, 2, POOL), placement(2, 2, 1, POOL)
+    waiting = dataclasses.replace(TRAINED, parked_before=True)
+    graph = plan_one(waiting, old, new)
+    assert kinds(graph) == ["destroy", "unpark", "extend"]
+    assert all(u.parked for u in graph.initial_units) and set(graph.initial_bytes) == {0}
+    going = dataclasses.replace(TRAINED, parked_after=True)
+    graph = plan_one(going, old, old)
+    assert kinds(graph) == ["park", "park"] and all(u.parked for u in graph.final_units)
+    with pytest.raises(InfeasiblePlanError, match="park it where it is"):
+        plan_one(going, old, new)
+
+
+def test_a_stage_that_goes_and_one_that_comes() -> None:
+    where = placement(2, 1, 2, POOL)
+    gone = plan_one(TRAINED, where, None)
+    assert kinds(gone) == ["destroy", "destroy"] and gone.choices[ACTOR_TRAIN].way is Way.RELEASED
+    state = dataclasses.replace(TRAINED, recovery=(RecoverySource.CHECKPOINT,))
+    assert kinds(plan_one(state, None, where)) == ["restore", "extend"]
+
+
+def test_states_must_cover_both_plans() -> None:
+    plan = only(ACTOR_SCORE, placement(1, 1, 1, POOL))
+    with pytest.raises(InfeasiblePlanError, match="the source plan has actor-SCORE"):
+        plan_transition(STATES, plan, plan, hardware=HARDWARE)
+
+
+# --- without the common graph ---
+
+
+@given(plan_pairs(), st.integers(0, 5))
+def test_an_uncoordinated_order_keeps_to_each_model_stage(
+    plans: tuple[Plan, Plan], seed: int
+) -> None:
+    graph = plan_transition(STATES, *plans, hardware=HARDWARE, budget=ROOMY)
+    order = uncoordinated_order(graph, seed)
+    assert sorted(order) == list(range(len(graph.operations)))
+    done = replay(graph, order)
+    assert done.violation is None and set(done.units) == units_of(plans[1])  # memory abounds
+    assert order == uncoordinated_order(graph, seed)
+
+
+def test_an_uncoordinated_order_runs_out_of_memory() -> None:
+    """Two that shrink and grow on the same devices: only one of the two may move first."""
+    small, large = placement(1, 1, 1, POOL), placement(2, 1, 1, POOL)
+    source = Plan(placements={ACTOR_GENERATE: large, REFERENCE_SCORE: small})
+    target = Plan(placements={ACTOR_GENERATE: small, REFERENCE_SCORE: large})
+    budget = tightest(source, target, 0.0)
+    graph = plan_transition(STATES, source, target, hardware=HARDWARE, budget=budget)
+    assert replay(graph).violation is None
+    assert graph.resource_edges != ((),) * len(graph.operations)
+    found = [replay(graph, uncoordinated_order(graph, seed)).violation for seed in range(20)]
+    assert 0 < sum(v is not None for v in found) < 20
+    violation = next(v for v in found if v is not None)
+    assert violation.device == POOL[1] and violation.needed_bytes > violation.available_bytes
+    less = replay(graph, capacities={POOL[1]: 0}).violation
+    assert less is not None and less.device == POOL[1] and less.available_bytes == 0

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nereus_jax.cli import main
+from nereus_jax.core.architectures import Head
 from nereus_jax.core.devices import DeviceId, DevicePool
 from nereus_jax.core.layout import ParallelLayout
 from nereus_jax.core.plan import Placement, Plan
@@ -63,7 +64,7 @@ def test_the_graph_of_the_example(graph: TransitionGraph) -> None:
     # Four units of GENERATE are made on the second node; the one unit of TRAIN is copied there.
     kinds = [o.kind for o in graph.operations]
     assert sorted(kinds) == [OperationKind.EXTEND] + 4 * [OperationKind.REFRESH]
-    state_bytes = 3 * 4 * preset(MODEL).num_params("lm")
+    state_bytes = 3 * 4 * preset(MODEL).num_params(Head.LM)
     assert graph.link_bytes == LinkBytes(
         inter_node=state_bytes, intra_node=graph.link_bytes.intra_node
     )
@@ -76,9 +77,8 @@ def test_text_names_operations_choices_and_peaks(graph: TransitionGraph) -> None
     assert "reference-SCORE: kept" in text and "actor-GENERATE: refreshed" in text
     assert re.search(r"composed .*\n +direct ", text)
     assert re.search(r"GB of 7.*GB +0:0-3", text)
-    assert (
-        "storage" not in text.split("operations in dispatch order")[1]
-    )  # nothing comes from there
+    operations = text.split("operations in dispatch order")[1]
+    assert "storage" not in operations  # nothing comes from there
 
 
 def test_json_holds_the_whole_graph(graph: TransitionGraph) -> None:
