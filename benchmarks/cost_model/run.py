@@ -87,6 +87,12 @@ def held_out(
     return ours, constant
 
 
+def prior_only(cases: Sequence[AnyCase]) -> dict[int, float]:
+    """Predicted seconds of all rows before anything is learned."""
+    prior = Efficiencies.prior()
+    return {i: float(case.cost(prior).total_s[0]) for i, case in enumerate(cases)}
+
+
 def mape(cases: Sequence[AnyCase], predicted: Sequence[dict[int, float]]) -> float:
     """Mean over splits of the mean relative error."""
     return statistics.fmean(
@@ -155,13 +161,14 @@ def rank_correlations(cases: Sequence[Case], predicted: dict[int, float]) -> lis
     return found
 
 
-def repeat_spread(cases: Sequence[Case]) -> float:
-    """Mean over rows that were measured twice or more, of largest over smallest."""
+def repeat_spread(cases: Sequence[Case]) -> float | None:
+    """Mean over layouts that were measured twice or more, of slowest over fastest."""
     same: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     for case in cases:
         sizes = (case.sizes.embed_dim, case.sizes.num_layers, case.workload.prompts)
         same[(case.source, case.hardware_key, case.label, sizes)].append(case.measured_s)
-    return statistics.fmean(max(x) / min(x) for x in same.values() if len(x) > 1)
+    repeated = [max(x) / min(x) for x in same.values() if len(x) > 1]
+    return statistics.fmean(repeated) if repeated else None
 
 
 def draw(path: Path, panels: Sequence[tuple[str, Sequence[AnyCase], dict[int, float]]]) -> None:
@@ -227,12 +234,15 @@ def measure(path: Path, splits: int) -> tuple[dict[str, Any], list[Any]]:
     generated, _ = held_out(rollouts, splits, GENERATE_NOISE)
     ranked = rank_correlations(steps, means(ours))
     rows = sum(r["rows"] for r in ranked)
+    weighted = sum(r["correlation"] * r["rows"] for r in ranked)
     result = {
         "mape_train": mape(steps, ours),
         "mape_train_over_constant": mape(steps, ours) / mape(steps, constant),
         "mape_generate": mape(rollouts, generated),
         "mape_live": None,
-        "rank_correlation": sum(r["correlation"] * r["rows"] for r in ranked) / rows,
+        "rank_correlation": weighted / rows if rows else None,
+        "mape_train_prior": mape(steps, [prior_only(steps)]),
+        "mape_generate_prior": mape(rollouts, [prior_only(rollouts)]),
         "repeat_spread": repeat_spread(steps),
         "splits": splits,
         "training": table(steps, ours, constant),
@@ -255,8 +265,7 @@ def main() -> None:
     options = parser.parse_args()
     result, panels = measure(options.published, options.splits)
     show(result)
-    names = ("mape_train", "mape_train_over_constant", "mape_generate", "mape_live")
-    print(json.dumps({k: result[k] for k in (*names, "rank_correlation")}, indent=1))
+    print(json.dumps({k: v for k, v in result.items() if not isinstance(v, list)}, indent=1))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     if options.figure:

@@ -7,11 +7,13 @@ What the logs do not state is from the example scripts that the runs are named a
 
 import csv
 import dataclasses
+import functools
 from pathlib import Path
 
 import numpy as np
 
 from nereus_jax.core.architectures import DecoderConfig, Head
+from nereus_jax.core.hardware import Hardware
 from nereus_jax.core.presets import preset
 from nereus_jax.core.roles import (
     ACTOR_GENERATE,
@@ -24,6 +26,7 @@ from nereus_jax.core.roles import (
 )
 from nereus_jax.planning.candidates import Candidates
 from nereus_jax.planning.cost_terms import DataSync, Execution, RowFill
+from nereus_jax.planning.hardware import load_hardware
 from nereus_jax.planning.workload import LengthHistogram, Workload
 
 DEEPSEEK_7B = DecoderConfig(
@@ -81,6 +84,11 @@ class Setup:
     max_prompt: int
     max_response: int
     rows: RowFill
+
+    @functools.cached_property
+    def machine(self) -> Hardware:
+        """The devices."""
+        return load_hardware(self.hardware)
 
     def layout(self, stage: ModelStage) -> Candidates:
         """How a model-stage was laid out: FSDP over all devices; tensor parallel rollouts."""
@@ -141,6 +149,14 @@ class Setup:
         )
 
 
+@functools.cache
+def body_quantiles() -> np.ndarray:
+    """Midpoints of equal shares of a gamma distribution with mean 1."""
+    draws = np.random.default_rng(0).gamma(BODY_SHAPE, 1.0 / BODY_SHAPE, 1 << 16)
+    body = np.quantile(draws, (np.arange(BODY_QUANTILES) + 0.5) / BODY_QUANTILES)
+    return body / body.mean()
+
+
 def response_lengths(mean: float, longest: int, share: float) -> LengthHistogram:
     """A histogram with this mean whose longest length has this share.
 
@@ -150,9 +166,7 @@ def response_lengths(mean: float, longest: int, share: float) -> LengthHistogram
       share: of rows as long as the longest.
     """
     body_mean = max((mean - share * longest) / (1.0 - share), 1.0)
-    draws = np.random.default_rng(0).gamma(BODY_SHAPE, 1.0 / BODY_SHAPE, 4096)
-    body = np.quantile(draws, (np.arange(BODY_QUANTILES) + 0.5) / BODY_QUANTILES)
-    lengths = np.clip(np.round(body / body.mean() * body_mean), 1, longest).astype(int)
+    lengths = np.clip(np.round(body_quantiles() * body_mean), 1, longest).astype(int)
     weights: dict[int, float] = {}
     for length in lengths:
         weights[int(length)] = weights.get(int(length), 0.0) + (1.0 - share) / BODY_QUANTILES

@@ -17,7 +17,6 @@ from logs import COLUMNS, SETUPS, Setup, read_log
 from nereus_jax.core.roles import ModelStage, Stage
 from nereus_jax.planning.calibration import CLASSES, Efficiencies, OperationClass, fit, observe
 from nereus_jax.planning.cost import stage_seconds
-from nereus_jax.planning.hardware import load_hardware
 
 FIRST = 50
 """Iterations from which efficiencies are fitted."""
@@ -61,7 +60,7 @@ class Series:
             setup.head(self.stage),
             self.stage,
             setup.workload(self.stage, self.rows[index]),
-            load_hardware(setup.hardware),
+            setup.machine,
             efficiencies,
             setup.layout(self.stage),
             execution=setup.execution(self.stage),

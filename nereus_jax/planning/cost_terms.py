@@ -36,6 +36,9 @@ KERNEL_S = 5e-6
 KERNELS_PER_LAYER = 10
 """Of a forward pass: 5 products, attention, norms and elementwise work."""
 
+COMPILE_S = 5.0
+"""Of one program at an efficiency of 1; the class's efficiency says what a compiler needs."""
+
 WIDTH_TILE = 32
 """A matrix whose width on a device is no multiple of this runs its products unaligned: tensor cores
 want rows of a multiple of 64 bytes and more (NVIDIA, Matrix Multiplication Background)."""
@@ -184,6 +187,17 @@ class Prices:
     def launch_s(self, kernels: Value) -> Value:
         """Seconds of so many kernels beside their work."""
         return kernels * (KERNEL_S / self.efficiencies[OperationClass.LAUNCH])
+
+    def host_copy(self, num_bytes: Value) -> Spent:
+        """Bytes between a device and the memory of its host (Park, Unpark)."""
+        link = self.hardware.host
+        seconds = link.latency_s + num_bytes / link.bytes_per_s
+        return {OperationClass.HOST_COPY: seconds / self.efficiencies[OperationClass.HOST_COPY]}
+
+    def compile(self, programs: Value) -> Spent:
+        """Programs that the compiler has not seen."""
+        seconds = programs * COMPILE_S / self.efficiencies[OperationClass.COMPILE]
+        return {OperationClass.COMPILE: seconds}
 
     def product(self, flops: Value, weight_bytes: Value, aligned: NDArray[np.bool_]) -> Spent:
         """A matrix product by the roofline with a rounded corner.

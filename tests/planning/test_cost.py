@@ -24,6 +24,7 @@ from nereus_jax.planning.calibration import CLASSES, Efficiencies, OperationClas
 from nereus_jax.planning.candidates import Candidates
 from nereus_jax.planning.cost import StageCost, stage_seconds
 from nereus_jax.planning.cost_terms import (
+    COMPILE_S,
     KERNEL_S,
     ROOFLINE_NORM,
     DataSync,
@@ -292,6 +293,13 @@ def test_launches_count() -> None:
     ready = perfect(launch=1.0)
     found = cost({"accumulation": 16}, stage=CRITIC_SCORE, head=Head.SCALAR, efficiencies=ready)
     assert found.seconds[OperationClass.LAUNCH][0] == pytest.approx(16 * 6 * 10 * KERNEL_S)
+
+
+def test_copies_to_the_host_and_compiling() -> None:
+    machine = hardware(host=Link(bytes_per_s=1e9, latency_s=0.5))
+    half = prices(machine, perfect(host_copy=0.5, compile=0.25))
+    assert half.host_copy(2e9) == {OperationClass.HOST_COPY: 5.0}
+    assert half.compile(3) == {OperationClass.COMPILE: 3 * COMPILE_S / 0.25}
 
 
 def test_a_dtype_without_a_peak_is_refused() -> None:
