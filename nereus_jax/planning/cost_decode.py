@@ -113,7 +113,8 @@ def _expected_max(grid: Floats, survival: Floats, count: Value) -> Floats:
     It is smooth in the logarithm of the count, and interpolated there.
     """
     logs = np.log(np.asarray(count, np.float64))
-    knots = np.linspace(logs.min(), logs.max() + 1e-9, GRID // 2)
+    width = float(logs.max() - logs.min()) + 1e-9
+    knots = float(logs.min()) + width * np.arange(GRID // 2) / (GRID // 2 - 1)
     log_below = np.log1p(-np.minimum(survival, 1.0 - 1e-12))
     above = 1.0 - np.exp(np.exp(knots)[:, None] * log_below[None, :])
     return _on_curve(logs, knots, (above[:, :-1] + above[:, 1:]).sum(axis=1) / 2 * grid[1])
