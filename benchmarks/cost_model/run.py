@@ -263,6 +263,8 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, help="where to write the scatter plot, a .png")
     parser.add_argument("--splits", type=int, default=SPLITS, help="random halves")
     options = parser.parse_args()
+    if not options.published.is_file():
+        parser.error(f"--published: {options.published} is no file; give a CSV of measurements")
     result, panels = measure(options.published, options.splits)
     show(result)
     print(json.dumps({k: v for k, v in result.items() if not isinstance(v, list)}, indent=1))
