@@ -1,6 +1,6 @@
 """The run configuration: a ConfigDict becomes typed, checked, frozen dataclasses; no jax."""
 
-from nereus_jax.config.checks import MODEL_STAGES, resolve_plan
+from nereus_jax.config.checks import MODEL_STAGES, plans_by_step, resolve_plan
 from nereus_jax.config.data_files import find_data_files
 from nereus_jax.config.load import load_config_file
 from nereus_jax.config.parse import config_to_json, default_config, fingerprint, parse_config
@@ -25,6 +25,7 @@ from nereus_jax.config.schema import (
     ScoreConfig,
     TokenizerConfig,
     TrainConfig,
+    TransitionConfig,
     WarmupConfig,
 )
 
@@ -45,6 +46,7 @@ __all__ = [
     "ScoreConfig",
     "TokenizerConfig",
     "TrainConfig",
+    "TransitionConfig",
     "WarmupConfig",
     "check_plan_against_devices",
     "check_plan_against_model",
@@ -55,5 +57,6 @@ __all__ = [
     "load_config_file",
     "parse_config",
     "parse_plan_entry",
+    "plans_by_step",
     "resolve_plan",
 ]

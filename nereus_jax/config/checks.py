@@ -1,5 +1,6 @@
 """Checks between the fields of a run configuration, and its plan; no device needed."""
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -55,6 +56,19 @@ def resolve_plan(config: RunConfig) -> dict[str, PlanEntry]:
             )
         plan[name] = entry
     return plan
+
+
+def plans_by_step(config: RunConfig) -> dict[int, dict[str, PlanEntry]]:
+    """The whole plan from each planned change on, by the step before which it happens.
+
+    A change replaces the entries that it names; what falls back follows its TRAIN entry.
+    """
+    plans: dict[int, dict[str, PlanEntry]] = {}
+    given = dict(config.plan)
+    for step in sorted(config.plan_changes):
+        given |= config.plan_changes[step]
+        plans[step] = resolve_plan(dataclasses.replace(config, plan=dict(given)))
+    return plans
 
 
 def _require(condition: bool, message: str) -> None:
@@ -181,6 +195,7 @@ def _check_rollout(config: RunConfig) -> None:
         f"rollout.stop holds an empty string, got {rollout.stop!r}; an empty string ends every "
         "response at once: drop it",
     )
+    _check_kv_cache(config)
     if rollout.source == "recorded":
         _require(
             bool(rollout.recorded_dir),
@@ -193,6 +208,20 @@ def _check_rollout(config: RunConfig) -> None:
             "rollout.record=True with rollout.source='recorded' would record the recording; set "
             "one of config.rollout.record = False and config.rollout.source = 'live'",
         )
+
+
+def _check_kv_cache(config: RunConfig) -> None:
+    """Checks that one row always fits: rows that make way for each other would never end."""
+    rollout, page = config.rollout, config.rollout.kv_page_tokens
+    prompt, response = config.data.max_prompt_length, rollout.max_response_length
+    needed = -(-(prompt + response) // page) * page
+    _require(
+        rollout.kv_cache_tokens == 0 or rollout.kv_cache_tokens >= needed,
+        f"rollout.kv_cache_tokens={rollout.kv_cache_tokens} does not hold one row of "
+        f"data.max_prompt_length={prompt} + rollout.max_response_length={response} tokens in pages "
+        f"of rollout.kv_page_tokens={page}; set it to at least {needed}, or to 0 for a cache with "
+        "room for the maximum of every row",
+    )
 
 
 def _check_algorithm(config: RunConfig) -> None:
@@ -234,51 +263,35 @@ def _check_algorithm(config: RunConfig) -> None:
     )
 
 
-def _check_microbatches(config: RunConfig, name: str, entry: PlanEntry) -> None:
-    """Checks that a minibatch is a whole number of microbatches on every replica."""
-    minibatch, micro = config.algorithm.minibatch_size, config.train.microbatch_size
-    unit = entry.dp * micro
-    if minibatch % unit:
-        options = {
-            "dp": _nearest(divisors(minibatch // micro), entry.dp)
-            if minibatch % micro == 0
-            else "",
-            "train.microbatch_size": (
-                _nearest(divisors(minibatch // entry.dp), micro)
-                if minibatch % entry.dp == 0
-                else ""
-            ),
-            "algorithm.minibatch_size": _nearest(
-                (d for d in divisors(config.rollout.num_rows) if d % unit == 0), minibatch
-            ),
-        }
-        if not any(options.values()):
-            near = _nearest((minibatch // unit * unit, (minibatch // unit + 1) * unit), minibatch)
-            near = near.removeprefix("0 or ")
-            options["algorithm.minibatch_size with a rollout.batch_size it divides"] = near
-        works = "; ".join(f"{key}: {value}" for key, value in options.items() if value)
-        raise ConfigError(
-            f"algorithm.minibatch_size={minibatch} is not a multiple of dp * microbatch = "
-            f"{entry.dp} * {micro} = {unit} of plan.{name}; nearest that work: {works}"
-        )
-    microbatches, flush = minibatch // unit, config.train.pipeline_microbatches
-    if entry.pp > 1 and flush and microbatches % flush:
-        raise ConfigError(
-            f"train.pipeline_microbatches={flush} does not divide the {microbatches} microbatches "
-            f"of a minibatch in plan.{name} ({minibatch} rows / ({entry.dp} * {micro})); nearest "
-            f"that work: {_nearest(divisors(microbatches), flush)}, or 0 for all in one flush"
-        )
+def _check_replicas(config: RunConfig, where: str, entry: PlanEntry) -> None:
+    """Checks that every replica has rows; how many each has is the packing's matter."""
+    minibatch = config.algorithm.minibatch_size
+    _require(
+        entry.dp <= minibatch,
+        f"{where}: dp={entry.dp} replicas, but a minibatch has algorithm.minibatch_size="
+        f"{minibatch} rows; use at most dp={minibatch}",
+    )
 
 
 def _check_plan(config: RunConfig) -> None:
-    plan = resolve_plan(config)
-    for name, entry in plan.items():
-        if name.endswith("-TRAIN"):
-            _check_microbatches(config, name, entry)
-    if not config.model.path:
-        own = {name: entry for name, entry in plan.items() if name != "reward-SCORE"}
-        sizes = preset(config.model.preset) if config.model.preset else config.model
-        check_plan_against_model(own, sizes.num_heads, sizes.num_layers)
+    for step, plan in [(0, resolve_plan(config)), *plans_by_step(config).items()]:
+        where = "plan" if step == 0 else f"plan_changes.{step}"
+        for name, entry in plan.items():
+            if name.endswith("-TRAIN"):
+                _check_replicas(config, f"{where}.{name}", entry)
+        if not config.model.path:
+            own = {name: entry for name, entry in plan.items() if name != "reward-SCORE"}
+            sizes = preset(config.model.preset) if config.model.preset else config.model
+            check_plan_against_model(own, sizes.num_heads, sizes.num_layers)
+
+
+def _check_plan_changes(config: RunConfig) -> None:
+    for step in config.plan_changes:
+        _require(
+            0 < step < config.num_steps,
+            f"plan_changes.{step}: the run has the step boundaries 1 to {config.num_steps - 1}; "
+            f"change the plan at one of them",
+        )
 
 
 def check_run(config: RunConfig) -> None:
@@ -289,4 +302,5 @@ def check_run(config: RunConfig) -> None:
     """
     for check in (_check_model, _check_data, _check_reward, _check_rollout, _check_algorithm):
         check(config)
+    _check_plan_changes(config)
     _check_plan(config)

@@ -24,7 +24,7 @@ from nereus_jax.config.plan_entry import canonical_model_stage
 from nereus_jax.config.schema import RunConfig
 from nereus_jax.core.errors import ConfigError
 
-_FREE = ("plan", "data.task_options")
+_FREE = ("plan_changes", "plan", "data.task_options")
 
 
 def load_config_file(
@@ -169,8 +169,12 @@ def _split_texts(texts: Sequence[str]) -> list[tuple[str, Any]]:
 def _apply(config: config_dict.ConfigDict, key: str, values: list[Any]) -> None:
     for free in _FREE:
         if key.startswith(free + "."):
-            section = _section(config, free.split("."))
-            _apply_free(section, key.removeprefix(free + "."), values[-1], free == "plan")
+            name, parents = key.removeprefix(free + "."), [*map(str, free.split("."))]
+            if free == "plan_changes" and "." in name:
+                step, name = name.split(".", 1)
+                parents.append(step)
+            section = _section(config, parents)
+            _apply_free(section, name, values[-1], free != "data.task_options")
             return
     kind = _kind(key)
     value = values[-1]

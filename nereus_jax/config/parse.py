@@ -31,13 +31,14 @@ def default_config() -> Any:
     """All keys with their defaults, for a configuration file to start from.
 
     Required keys are placeholders (None with a type). The result is locked, so that assigning an
-    unknown key raises; only `plan` and `data.task_options` take new keys.
+    unknown key raises; only `plan`, `plan_changes` and `data.task_options` take new keys.
 
     Returns:
       A ConfigDict, typed Any so that a type checker accepts its keys as attributes.
     """
     config: Any = _defaults(RunConfig).lock()
     config.plan.unlock()
+    config.plan_changes.unlock()
     config.data.task_options.unlock()
     return config
 
@@ -104,6 +105,8 @@ def _parse_section(section: type, given: Mapping[str, Any], prefix: str) -> Any:
                 )
         elif key == "plan":
             values[name] = _parse_plan(_as_mapping(value, key))
+        elif key == "plan_changes":
+            values[name] = _parse_changes(_as_mapping(value, key))
         elif key == "data.task_options":
             values[name] = _parse_options(_as_mapping(value, key))
         else:
@@ -145,7 +148,21 @@ def parse_value(key: str, value: object, kind: FieldType) -> Any:
     return result
 
 
-def _parse_plan(given: Mapping[str, Any]) -> dict[str, PlanEntry]:
+def _parse_changes(given: Mapping[Any, Any]) -> dict[int, dict[str, PlanEntry]]:
+    changes: dict[int, dict[str, PlanEntry]] = {}
+    for name, entries in given.items():
+        text = str(name)
+        if not text.isdecimal():
+            raise ConfigError(
+                f"plan_changes: a change is named by the step before which it happens, got "
+                f"{text!r}; write config.plan_changes['10'] = {{'actor-TRAIN': 'dp=2,pp=1,tp=2'}}"
+            )
+        where = f"plan_changes.{text}"
+        changes[int(text)] = _parse_plan(_as_mapping(entries, where), where)
+    return changes
+
+
+def _parse_plan(given: Mapping[str, Any], where: str = "plan") -> dict[str, PlanEntry]:
     plan: dict[str, PlanEntry] = {}
     for name, text in given.items():
         model_stage = canonical_model_stage(name)
@@ -153,18 +170,20 @@ def _parse_plan(given: Mapping[str, Any]) -> dict[str, PlanEntry]:
             close = difflib.get_close_matches(model_stage, MODEL_STAGES, 1)
             hint = f"did you mean {close[0]!r}? " if close else ""
             raise ConfigError(
-                f"plan: unknown model-stage {name!r}; {hint}Known model-stages: "
+                f"{where}: unknown model-stage {name!r}; {hint}Known model-stages: "
                 f"{listing(MODEL_STAGES)}"
             )
         if model_stage in plan:
             raise ConfigError(
-                f"plan: {model_stage!r} is given in two spellings (with '-' and with '_'); keep one"
+                f"{where}: {model_stage!r} is given in two spellings (with '-' and with '_'); "
+                "keep one"
             )
         if not isinstance(text, str):
             raise ConfigError(
-                f"plan.{model_stage}: expected a string such as 'dp=2,pp=1,tp=2', got {shown(text)}"
+                f"{where}.{model_stage}: expected a string such as 'dp=2,pp=1,tp=2', got "
+                f"{shown(text)}"
             )
-        plan[model_stage] = parse_plan_entry(text, model_stage)
+        plan[model_stage] = parse_plan_entry(text, model_stage, where)
     return plan
 
 
@@ -183,8 +202,12 @@ def _parse_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def config_to_json(config: RunConfig) -> dict[str, Any]:
     """The configuration as JSON values; `parse_config` reads it back to an equal RunConfig."""
-    values = dataclasses.asdict(dataclasses.replace(config, plan={}))
+    values = dataclasses.asdict(dataclasses.replace(config, plan={}, plan_changes={}))
     values["plan"] = {name: str(entry) for name, entry in config.plan.items()}
+    values["plan_changes"] = {
+        str(step): {name: str(entry) for name, entry in change.items()}
+        for step, change in config.plan_changes.items()
+    }
     return json.loads(json.dumps(values))
 
 

@@ -115,18 +115,19 @@ def canonical_model_stage(name: str) -> str:
     return name.replace("_", "-", 1)
 
 
-def parse_plan_entry(text: str, model_stage: str = "") -> PlanEntry:
+def parse_plan_entry(text: str, model_stage: str = "", section: str = "plan") -> PlanEntry:
     """Reads one layout.
 
     Args:
       text: 'dp=2,pp=2,tp=2', or the same with a last 'devices=0-3,6': ascending positions in the
         pool, which may themselves hold commas. A degree that is not named is 1.
       model_stage: the name that an error shows, such as 'actor-TRAIN'.
+      section: the section of the configuration that an error shows.
 
     Raises:
       ConfigError: the text has another form, or names another number of devices than dp * pp * tp.
     """
-    where = f"plan.{model_stage}={text!r}" if model_stage else f"plan entry {text!r}"
+    where = f"{section}.{model_stage}={text!r}" if model_stage else f"plan entry {text!r}"
     head, named, positions = text.partition("devices=")
     if named and head.strip() and not head.rstrip().endswith(","):
         raise ConfigError(f"{where}: 'devices=' must follow a comma; {_FORM}")

@@ -142,6 +142,12 @@ class RolloutConfig:
     max_num_seqs: NonNegativeInt = 0
     """Rows that a replica decodes at a time; the others wait, and take the place in the batch and
     in the KV cache of those that end; 0: all rows at once."""
+    kv_cache_tokens: NonNegativeInt = 0
+    """Positions of a replica's KV cache, in pages that rows take as they grow; a row waits until
+    there are some, and begins anew if it has to make way. At least one row's maximum; 0: the
+    maximum of every row that is decoded at a time."""
+    kv_page_tokens: PositiveInt = 32
+    """Positions of a page."""
     temperature: PositiveFloat = 1.0
     """Logits are divided by it; > 0 because greedy rollouts do not explore."""
     top_k: NonNegativeInt = 0
@@ -268,6 +274,9 @@ class TrainConfig:
     """layer: recompute the activations of a layer in the backward pass."""
     zero1: bool = False
     """Whether the optimizer state is sharded over the replicas."""
+    unroll_layers: NonNegativeInt = 1
+    """Layers that follow each other in the compiled program without a loop; 0: all. More take
+    longer to compile; on a CPU an update is faster by a tenth."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -318,6 +327,20 @@ class ReportConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TransitionConfig:
+    """How the running job goes from one plan to another."""
+
+    verify: Literal["off", "digest", "full"] = "digest"
+    """digest: of every leaf before and after, computed where it is; full: every element, gathered
+    on the host."""
+    way: Literal["auto", "composed", "direct"] = "auto"
+    """auto: for each model-stage the cheaper of Split, Destroy, Extend, Merge and of Reshard."""
+    hardware: str = ""
+    """What its cost is priced with: a name such as 'h100' or a .json file; empty: the devices that
+    the job runs on."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One run."""
 
@@ -345,6 +368,11 @@ class RunConfig:
     score: ScoreConfig
     plan: Mapping[str, PlanEntry] = dataclasses.field(default_factory=dict, hash=False)
     """Model-stage -> layout, as given; `resolve_plan` adds the model-stages that fall back."""
+    plan_changes: Mapping[int, Mapping[str, PlanEntry]] = dataclasses.field(
+        default_factory=dict, hash=False
+    )
+    """Step -> entries that replace those of the plan before that step."""
+    transition: TransitionConfig
     checkpoint: CheckpointConfig
     eval: EvalConfig
     report: ReportConfig

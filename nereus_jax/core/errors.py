@@ -4,6 +4,8 @@ A message is one line: what is wrong, what was got, what is allowed, and what to
 line prints the message of a `NereusError` without a traceback and exits with `exit_code`.
 """
 
+from nereus_jax.core.devices import DeviceId
+
 
 class NereusError(Exception):
     """Base class: everything that nereus_jax raises on purpose."""
@@ -37,6 +39,26 @@ class ReshardError(NereusError, ValueError):
 
 class LostStateError(NereusError, RuntimeError):
     """A part of the state was on lost devices only; it must come from a snapshot or checkpoint."""
+
+
+class DigestError(NereusError, RuntimeError):
+    """State differs from what it was before it moved, or its copies differ."""
+
+
+class DevicesLostError(NereusError, RuntimeError):
+    """Devices are gone; what they held is lost, what others hold is not.
+
+    Attributes:
+      devices: those that are gone.
+    """
+
+    def __init__(self, message: str, devices: frozenset[DeviceId] = frozenset()) -> None:
+        super().__init__(message)
+        self.devices = devices
+
+
+class TransitionError(NereusError, RuntimeError):
+    """A transition stopped half way; what is intact of the state is known."""
 
 
 class CheckpointError(NereusError, RuntimeError):

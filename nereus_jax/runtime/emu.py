@@ -1,13 +1,14 @@
 """The named sharded pytree of a model-stage: how the leaves of an `EmuSpec` lie on a mesh.
 
 State is a flat dict of named global arrays. A global array has the leaf's padded shape on its mesh;
-padding is zero.
+padding is zero. The arrays of a DP group and its Elastic Model Units are two views of the same
+buffers.
 """
 
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +16,18 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nereus_jax.core.architectures import LAYER_PREFIX, DecoderConfig, Head
+from nereus_jax.core.devices import DeviceId
 from nereus_jax.core.emu_spec import Box, EmuSpec, LeafSpec, ShardingRules
-from nereus_jax.core.layout import MESH_AXES
+from nereus_jax.core.layout import MESH_AXES, ParallelLayout
 from nereus_jax.core.plan import Placement
 from nereus_jax.core.roles import ModelStage
+from nereus_jax.core.transition import Unit
 from nereus_jax.models.decoder import initial_values
 from nereus_jax.runtime.world import DeviceHandle, World
 
 Params = dict[str, jax.Array]
+DeviceBlocks = Mapping[DeviceId, jax.Array]
+"""Blocks of one leaf, each an array on its device alone."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,3 +173,87 @@ def live_bytes_per_device(arrays: Mapping[str, jax.Array]) -> dict[DeviceHandle,
         for shard in array.addressable_shards:
             totals[shard.device] = totals.get(shard.device, 0) + shard.data.nbytes
     return totals
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ElasticModelUnit:
+    """The state of one replica: a view of the buffers that its DP group's arrays are made of.
+
+    Attributes:
+      unit: which replica, in which layout, on which devices.
+      blocks: leaf -> the block of each of the unit's devices that this process has, as an array on
+        that device alone.
+      version: optimizer updates behind the values.
+    """
+
+    unit: Unit
+    blocks: Mapping[str, DeviceBlocks]
+    version: int = 0
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether no block is deleted: a lost device takes its buffers with it."""
+        return not any(x.is_deleted() for leaf in self.blocks.values() for x in leaf.values())
+
+
+def units_of(
+    world: World, site: Site, arrays: Mapping[str, jax.Array], version: int = 0
+) -> tuple[ElasticModelUnit, ...]:
+    """The units of a DP group, one a replica; nothing is copied.
+
+    Args:
+      world: the devices.
+      site: of the group.
+      arrays: its leaves, by name.
+      version: optimizer updates behind them.
+    """
+    names = {handle: device for device, handle in world.handles.items()}
+    held = {
+        leaf: {names[s.device]: s.data for s in array.addressable_shards}
+        for leaf, array in arrays.items()
+    }
+    layout = site.placement.layout
+    units: list[ElasticModelUnit] = []
+    for rank in range(layout.dp):
+        devices = site.placement.replica_devices(rank)
+        blocks = {
+            leaf: {d: of_device[d] for d in devices if d in of_device}
+            for leaf, of_device in held.items()
+        }
+        unit = Unit(model_stage=site.model_stage, tp=layout.tp, pp=layout.pp, devices=devices)
+        units.append(ElasticModelUnit(unit=unit, blocks=blocks, version=version))
+    return tuple(units)
+
+
+def group_site(world: World, units: Sequence[Unit], num_kv_heads: int) -> Site:
+    """The site of the DP group that some units of one layout form, in their order."""
+    first = units[0]
+    placement = Placement(
+        layout=ParallelLayout(len(units), first.pp, first.tp),
+        devices=tuple(d for unit in units for d in unit.devices),
+    )
+    return make_site(world, first.model_stage, placement, num_kv_heads)
+
+
+def group_arrays(
+    world: World, site: Site, spec: EmuSpec, units: Sequence[ElasticModelUnit]
+) -> Params:
+    """The arrays of a DP group, made of its units' buffers; nothing is copied.
+
+    Args:
+      world: the devices.
+      site: of the group.
+      spec: its leaves.
+      units: one for each replica, in any order.
+    """
+    arrays: Params = {}
+    for leaf in spec:
+        held = {d: x for unit in units for d, x in unit.blocks[leaf.name].items()}
+        buffers = [held[d] for d in site.placement.devices if world.is_local(d)]
+        arrays[leaf.name] = jax.make_array_from_single_device_arrays(
+            leaf.padded_shape(spec.rules, site.mesh_shape),
+            site.leaf_sharding(leaf, spec.rules),
+            buffers,
+            dtype=jnp.dtype(leaf.dtype),
+        )
+    return arrays

@@ -65,6 +65,10 @@ class Program:
     alias_bytes: int
 
 
+Recipe = tuple[ProgramKey, Callable[[], jax.stages.Lowered]]
+"""What a program depends on, and how it is lowered."""
+
+
 class ProgramCache:
     """Compiled programs of a job: `get` compiles on the first use, `prefetch` ahead of it."""
 

@@ -142,19 +142,41 @@ class Transfer:
             {} if leaf in self._unchanged else self._blocks(array)
             for leaf, array in enumerate(arrays)
         ]
+        blocks = self._move(sources)
+        return [
+            _rename(arrays[leaf], target)
+            if leaf in self._unchanged
+            else self._array(target, blocks[leaf])
+            for leaf, target in enumerate(self.targets)
+        ]
+
+    def run_blocks(
+        self, blocks: Sequence[Mapping[DeviceId, jax.Array]]
+    ) -> list[dict[DeviceId, jax.Array]]:
+        """As `run`, from the blocks of this process's devices to the new blocks.
+
+        Args:
+          blocks: for each leaf; those of lost devices may be missing.
+        """
+        named, lost = self.schedule.devices, self.schedule.lost
+        index = {device: i for i, device in enumerate(named)}
+        sources = [{index[d]: x for d, x in leaf.items() if d not in lost} for leaf in blocks]
+        moved = self._move(sources)
+        wanted = [set(target.devices) for target in self.schedule.targets]
+        return [
+            {named[i]: x for i, x in sorted(leaf.items()) if named[i] in wanted[number]}
+            for number, leaf in enumerate(moved)
+        ]
+
+    def _move(self, sources: Sequence[DeviceBlocks]) -> list[DeviceBlocks]:
+        """The new blocks of every leaf, with those that devices have already."""
         release = (lambda leaf: self._release(leaf, sources[leaf])) if self.donate else None
         found = self._run(sources, release)
-        moved: list[jax.Array] = []
         for leaf, target in enumerate(self.targets):
-            if leaf in self._unchanged:
-                moved.append(_rename(arrays[leaf], target))
-                continue
-            blocks = found[leaf]
             for device in self.schedule.kept[leaf].shared:
                 if device in sources[leaf]:
-                    blocks[device] = _in_memory_of(target, sources[leaf][device])
-            moved.append(self._array(target, blocks))
-        return moved
+                    found[leaf][device] = _in_memory_of(target, sources[leaf][device])
+        return found
 
     def _run(
         self, sources: Sequence[DeviceBlocks], release: Callable[[int], None] | None

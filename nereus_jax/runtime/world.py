@@ -7,7 +7,7 @@ Devices are named by (host, index on the host) everywhere above; backends number
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -37,6 +37,14 @@ class World:
     def is_main(self) -> bool:
         """Whether this process writes files and prints."""
         return self.process_index == 0
+
+    def without(self, lost: Iterable[DeviceId]) -> "World":
+        """The world when these devices are gone; their handles stay for what is left of them."""
+        return dataclasses.replace(self, pool=self.pool.without(lost))
+
+    def is_local(self, device: DeviceId) -> bool:
+        """Whether the device is this process's."""
+        return self.handles[device].process_index == self.process_index
 
     def mesh(self, placement: Placement, num_kv_heads: int) -> Mesh:
         """The mesh (dp, pp, kv, kvr) of a placement."""

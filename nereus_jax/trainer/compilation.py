@@ -1,11 +1,16 @@
-"""Compiling everything that a run will execute before it starts."""
+"""Compiling everything that a run will execute before it starts, and what a plan needs before the
+run changes to it."""
 
 from nereus_jax.core.roles import REWARD_SCORE
 from nereus_jax.core.workflow import ALGORITHMS
+from nereus_jax.runtime.compile_queue import CompileQueue
+from nereus_jax.runtime.digests import digest_recipe
 from nereus_jax.runtime.engines.score import ScoreEngine
 from nereus_jax.runtime.engines.train import TrainEngine
+from nereus_jax.runtime.programs import Recipe
 from nereus_jax.trainer.evaluation import evaluation_rows
 from nereus_jax.trainer.job import GREEDY, Job, make_warmup_engine
+from nereus_jax.trainer.verification import state_stages, unit_spec
 
 
 def compile_programs(job: Job, *, warmup: bool) -> None:
@@ -16,33 +21,58 @@ def compile_programs(job: Job, *, warmup: bool) -> None:
       warmup: also what the supervised warm-up needs.
     """
     config = job.config
-    rows, length, prompt_width = (
-        config.rollout.num_rows,
-        job.row_length,
-        config.data.max_prompt_length,
-    )
     if warmup and config.warmup.num_steps:
-        _compile_first(make_warmup_engine(job), config.warmup.batch_size, length)
-    if config.rollout.source == "live":
-        job.generate.program(rows, prompt_width, job.sampling())
-    if ALGORITHMS[config.algorithm.name].greedy_baseline:
-        prompts = config.rollout.batch_size
-        job.generate.program(prompts, prompt_width, job.sampling(GREEDY))
-        if REWARD_SCORE in job.scores:
-            _compile_first(job.scores[REWARD_SCORE], prompts, length)
-    if config.eval.every:
-        sampling = job.sampling(config.eval.temperature)
-        job.generate.program(evaluation_rows(job), prompt_width, sampling)
-        if REWARD_SCORE in job.scores:
-            _compile_first(job.scores[REWARD_SCORE], evaluation_rows(job), length)
-    for stage in sorted(job.scores):
-        _compile_first(job.scores[stage], rows, length)
-    for stage in sorted(job.trains):
-        _compile_first(job.trains[stage], config.algorithm.minibatch_size, length)
+        rows = config.warmup.batch_size
+        job.programs.get(*_first_recipe(make_warmup_engine(job), rows, job.row_length))
+    for recipe in step_recipes(job):
+        job.programs.get(*recipe)
     for target in sorted(job.edges):
         job.edges[target].compile()
 
 
-def _compile_first(engine: ScoreEngine | TrainEngine, num_rows: int, length: int) -> None:
+def compile_ahead(old: Job, job: Job, queue: CompileQueue) -> None:
+    """Compiles what a change of plan and the steps after it need, in the background."""
+    for recipe in (*digest_recipes(old), *digest_recipes(job), *step_recipes(job)):
+        job.programs.prefetch(*recipe, queue)
+    for target in sorted(job.edges):
+        job.edges[target].compile_in(queue)
+
+
+def step_recipes(job: Job) -> list[Recipe]:
+    """The programs of steps and evaluations."""
+    config = job.config
+    rows, length = config.rollout.num_rows, job.row_length
+    width, evaluated = config.data.max_prompt_length, evaluation_rows(job)
+    reward = job.scores.get(REWARD_SCORE)
+    recipes: list[Recipe] = []
+    if config.rollout.source == "live":
+        recipes.append(job.generate.recipe(rows, width, job.sampling()))
+    if ALGORITHMS[config.algorithm.name].greedy_baseline:
+        prompts = config.rollout.batch_size
+        recipes.append(job.generate.recipe(prompts, width, job.sampling(GREEDY)))
+        recipes += [_first_recipe(reward, prompts, length)] if reward else []
+    if config.eval.every:
+        sampling = job.sampling(config.eval.temperature)
+        recipes.append(job.generate.recipe(evaluated, width, sampling))
+        recipes += [_first_recipe(reward, evaluated, length)] if reward else []
+    recipes += [_first_recipe(job.scores[stage], rows, length) for stage in sorted(job.scores)]
+    minibatch = config.algorithm.minibatch_size
+    recipes += [_first_recipe(job.trains[s], minibatch, length) for s in sorted(job.trains)]
+    return recipes
+
+
+def digest_recipes(job: Job) -> list[Recipe]:
+    """The programs that verify a change of plan."""
+    if job.config.transition.verify == "off":
+        return []
+    specs = {stage: unit_spec(job, stage) for stage in state_stages(job)}
+    return [
+        digest_recipe(job.sites[stage], leaf, spec.rules)
+        for stage, spec in specs.items()
+        for leaf in spec
+    ]
+
+
+def _first_recipe(engine: ScoreEngine | TrainEngine, num_rows: int, length: int) -> Recipe:
     """The program of narrow rows; that of wide ones waits for lengths that ask for it."""
-    engine.program(engine.shapes(num_rows, length)[0])
+    return engine.recipe(engine.shapes(num_rows, length)[0])

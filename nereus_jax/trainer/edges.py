@@ -3,10 +3,11 @@
 Here the two halves meet: planning says what moves, the runtime moves it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import jax
 
+from nereus_jax.core.devices import DeviceId
 from nereus_jax.core.emu_spec import EmuSpec
 from nereus_jax.core.tiling import LeafTiling, tile_leaf
 from nereus_jax.planning.transfers import plan_transfer
@@ -23,6 +24,7 @@ def make_transfer(
     target: Site,
     *,
     share: bool = True,
+    lost: Iterable[DeviceId] = (),
 ) -> Transfer:
     """The transfer of a model's leaves from one site to another; nothing is compiled yet.
 
@@ -33,6 +35,7 @@ def make_transfer(
       target_spec: the leaves wanted, by name and with their dtype; each is a leaf of the source.
       target: where they go; other devices, another layout and so another padding.
       share: whether blocks that do not change are handed on; else the result is a copy.
+      lost: devices whose blocks are not there any more.
     """
     names = [leaf.name for leaf in target_spec]
     held, wanted = tilings(source_spec, source), tilings(target_spec, target)
@@ -40,6 +43,7 @@ def make_transfer(
         [held[name] for name in names],
         [wanted[name] for name in names],
         share=share,
+        lost=lost,
     )
     abstract = target.abstract(target_spec)
     return Transfer(schedule, [abstract[name] for name in names], world.handles)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from nereus_jax.config import (
     OptimizerConfig,
+    PlanEntry,
     RunConfig,
     check_plan_against_devices,
     check_plan_against_model,
@@ -114,6 +115,10 @@ class Job:
     def model_spec(self, stage: ModelStage) -> EmuSpec:
         """The leaves that a model-stage holds, in the dtype it computes with."""
         return _model_spec(self.config, self.inputs, stage)
+
+    def decoder(self, stage: ModelStage) -> DecoderConfig:
+        """The sizes of a model-stage's model."""
+        return _decoder(self.inputs, stage)
 
     @property
     def row_length(self) -> int:
@@ -266,13 +271,20 @@ def _stop_ids(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def make_plan(config: RunConfig, inputs: Inputs, world: World) -> Plan:
+def make_plan(
+    config: RunConfig, inputs: Inputs, world: World, entries: Mapping[str, PlanEntry]
+) -> Plan:
     """The placements of the model-stages that the workflow has.
+
+    Args:
+      config: of the run.
+      inputs: of the run.
+      world: its devices.
+      entries: the layout of every model-stage.
 
     Raises:
       ConfigError, InfeasiblePlanError: a layout that the devices or the model cannot take.
     """
-    entries = resolve_plan(config)
     check_plan_against_devices(entries, len(world.pool))
     own = {name: e for name, e in entries.items() if name != str(REWARD_SCORE)}
     check_plan_against_model(own, inputs.model.num_heads, inputs.model.num_layers)
@@ -303,10 +315,25 @@ def make_workflow(config: RunConfig) -> workflow.Workflow:
     )
 
 
-def make_job(config: RunConfig, inputs: Inputs, world: World) -> Job:
-    """Puts a run together on these devices."""
-    plan = make_plan(config, inputs, world)
-    programs = ProgramCache()
+def make_job(
+    config: RunConfig,
+    inputs: Inputs,
+    world: World,
+    plan: Plan | None = None,
+    programs: ProgramCache | None = None,
+) -> Job:
+    """Puts a run together on these devices.
+
+    Args:
+      config: of the run.
+      inputs: of the run.
+      world: its devices.
+      plan: where the model-stages live; None: as the configuration says at the start.
+      programs: compiled before, under this plan or others; None: none.
+    """
+    if plan is None:
+        plan = make_plan(config, inputs, world, resolve_plan(config))
+    programs = ProgramCache() if programs is None else programs
     sites = {
         stage: make_site(world, stage, placement, _decoder(inputs, stage).num_kv_heads)
         for stage, placement in plan.placements.items()
@@ -393,6 +420,8 @@ class _EngineBuilder:
             prefill_rows=self.config.score.microbatch_size or self.config.train.microbatch_size,
             precision=self.config.model.matmul_precision,
             max_num_seqs=self.config.rollout.max_num_seqs,
+            kv_cache_tokens=self.config.rollout.kv_cache_tokens,
+            kv_page_tokens=self.config.rollout.kv_page_tokens,
             programs=self.programs,
         )
 
@@ -442,6 +471,7 @@ class _EngineBuilder:
             flush_microbatches=config.train.pipeline_microbatches,
             remat=config.train.remat == "layer",
             zero1=config.train.zero1,
+            unroll=config.train.unroll_layers,
             temperature=config.rollout.temperature,
             token_chunk=config.score.token_chunk,
             objective=objective,

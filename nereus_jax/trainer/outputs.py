@@ -87,6 +87,7 @@ class Outputs:
         self._samples: JsonlWriter | None = None
         self._timeline: TimelineWriter | None = None
         self._progress: ProgressReporter | None = None
+        self._workdir = workdir
         if not enabled:
             return
         _write_json(workdir / "config.json", config_to_json(config))
@@ -119,6 +120,21 @@ class Outputs:
         self._metrics.append(row)
         if self._progress is not None:
             self._progress.step(row)
+
+    def transition(self, row: Mapping[str, Any], spans: Iterable[Span], plan: Plan) -> None:
+        """Writes a change of plan that was made."""
+        if self._metrics is None or self._timeline is None:
+            return
+        for span in spans:
+            self._timeline.append(span)
+        self._metrics.append(row)
+        _write_json(self._workdir / "plan.json", plan.to_json())
+        self.message(
+            f"the plan has changed in {row['transition_s']:.2f} s "
+            f"({row['transition_operations']} operations, "
+            f"{row['transition_wire_bytes'] / 1e6:.1f} MB moved, compilation waited for "
+            f"{row['transition_compile_s']:.2f} s)"
+        )
 
     def evaluation(self, row: Mapping[str, Any]) -> None:
         """Writes an evaluation."""

@@ -60,16 +60,21 @@ class JobState:
     trained: dict[ModelStage, TrainState]
     frozen: Mapping[ModelStage, Params]
     edges: dict[ModelStage, tuple[int, Params]] = dataclasses.field(default_factory=dict)
+    updating: bool = False
+    """Whether an update of the running step has begun: the state before the step is gone."""
 
     def checkpointed(self) -> dict[str, TrainState]:
         """What a checkpoint holds beside the counters, by role."""
         return {stage.role.value: state for stage, state in self.trained.items()}
 
+    def arrays(self) -> list[jax.Array]:
+        """All arrays that are held."""
+        trees = [self.trained, dict(self.frozen), [p for _, p in self.edges.values()]]
+        return list({id(x): x for x in jax.tree.leaves(trees)}.values())
+
     def live_bytes(self) -> int:
         """Most bytes of state on any local device; arrays that edges share are counted once."""
-        trees = [self.trained, dict(self.frozen), [p for _, p in self.edges.values()]]
-        arrays = {id(x): x for x in jax.tree.leaves(trees)}
-        totals = live_bytes_per_device({str(k): x for k, x in arrays.items()})
+        totals = live_bytes_per_device({str(i): x for i, x in enumerate(self.arrays())})
         return max(totals.values(), default=0)
 
 

@@ -17,6 +17,7 @@ from nereus_jax.rl.losses import token_weights
 from nereus_jax.rl.rollout import Rollout
 from nereus_jax.runtime import host
 from nereus_jax.runtime.dispatch import Arrays, Finished, Work, run_wave
+from nereus_jax.runtime.faults import check_devices, watch
 from nereus_jax.trainer.job import GREEDY, Job
 from nereus_jax.trainer.rollouts import (
     PromptBatch,
@@ -54,6 +55,7 @@ def run_step(job: Job, state: JobState, prompts: PromptBatch) -> StepResult:
     values: Values = {"prompts": prompts}
     spans: list[Span] = []
     for wave in job.workflow.waves():
+        check_devices(job.world, state.arrays())
         stage_calls = [c for c in wave if isinstance(c, StageCall)]
         host_calls = [c for c in wave if isinstance(c, HostCall)]
         replayed = _replay_instead(job, state, values, stage_calls)
@@ -65,7 +67,8 @@ def run_step(job: Job, state: JobState, prompts: PromptBatch) -> StepResult:
                 drop_edges(job, state, call.model_stage)
         made: Values = {}
         meanwhile = functools.partial(_run_host_calls, job, state, host_calls, values, made)
-        finished = run_wave(tuple(works.values()), state.counters.step, meanwhile)
+        with watch(job.world):
+            finished = run_wave(tuple(works.values()), state.counters.step, meanwhile)
         for call in works:
             result = finished[call.name]
             made[call.outputs[0]] = _collect(job, state, values, call, result)
@@ -141,6 +144,7 @@ def _train_launches(
     engine = job.trains[stage]
 
     def launch(rows: np.ndarray) -> Arrays:
+        state.updating = True
         arrays = {name: x[rows] for name, x in batch.arrays.items()}
         arrays["weights"] = token_weights(
             batch.rollout.mask_BT[rows], job.config.algorithm.aggregation

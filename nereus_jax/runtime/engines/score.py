@@ -29,7 +29,7 @@ from nereus_jax.runtime.engines.packed import (
     packed_shapes,
     pick_flush,
 )
-from nereus_jax.runtime.programs import Program, ProgramCache, ProgramKey
+from nereus_jax.runtime.programs import Program, ProgramCache, ProgramKey, Recipe
 
 FLUSH_PER_RANK = 4
 """Microbatches of a flush per pipeline rank: a bubble below 1/5, a bounded buffer."""
@@ -97,8 +97,12 @@ class ScoreEngine:
 
     def program(self, shape: PackedShape) -> Program:
         """The compiled program for a shape."""
+        return self.programs.get(*self.recipe(shape))
+
+    def recipe(self, shape: PackedShape) -> Recipe:
+        """How the program for a shape is made."""
         key = ProgramKey.of(self.site, self, "score", shape)
-        return self.programs.get(key, lambda: self._lower(shape))
+        return key, lambda: self._lower(shape)
 
     def dispatch(
         self,

@@ -42,7 +42,7 @@ from nereus_jax.runtime.engines.packed import (
     pick_flush,
 )
 from nereus_jax.runtime.optimizers import OptState, abstract_state, init_state, state_spec
-from nereus_jax.runtime.programs import Program, ProgramCache, ProgramKey
+from nereus_jax.runtime.programs import Program, ProgramCache, ProgramKey, Recipe
 
 
 class TrainState(NamedTuple):
@@ -139,8 +139,12 @@ class TrainEngine:
 
     def program(self, shape: PackedShape) -> Program:
         """The compiled update for a shape."""
+        return self.programs.get(*self.recipe(shape))
+
+    def recipe(self, shape: PackedShape) -> Recipe:
+        """How the program for a shape is made."""
         key = ProgramKey.of(self.site, self, "train", shape)
-        return self.programs.get(key, lambda: self._lower(shape))
+        return key, lambda: self._lower(shape)
 
     def dispatch(
         self,

@@ -1,0 +1,73 @@
+"""Lost devices: the one place where the backend's errors are read.
+
+A device that is gone takes its buffers with it; what stands on the others is whole. A program that
+was given a lost buffer must never be launched (on a CPU it would crash the process), so state is
+looked at before it is used.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import jax
+
+from nereus_jax.core.devices import DeviceId
+from nereus_jax.core.errors import DevicesLostError
+from nereus_jax.runtime import host
+from nereus_jax.runtime.world import World
+
+GONE = ("INTERNAL", "UNAVAILABLE", "DATA_LOSS", "ABORTED", "deleted", "unhealthy", "disconnected")
+"""What errors of a lost device say; each is followed by a look at the devices."""
+
+
+def find_lost(world: World, arrays: Iterable[jax.Array]) -> frozenset[DeviceId]:
+    """Devices of this process whose blocks of live arrays are deleted."""
+    names = {handle: device for device, handle in world.handles.items()}
+    return frozenset(
+        names[shard.device]
+        for array in arrays
+        for shard in array.addressable_shards
+        if shard.data.is_deleted()
+    )
+
+
+def probe(world: World) -> frozenset[DeviceId]:
+    """Devices of this process that no longer take a value and give it back."""
+    lost: set[DeviceId] = set()
+    for device, handle in world.handles.items():
+        if not world.is_local(device):
+            continue
+        try:
+            jax.block_until_ready(jax.device_put(0, handle))
+        except jax.errors.JaxRuntimeError:
+            lost.add(device)
+    return frozenset(lost)
+
+
+def check_devices(world: World, arrays: Iterable[jax.Array]) -> None:
+    """Raises DevicesLostError, on every process alike, if a block of live arrays is gone."""
+    here = find_lost(world, arrays)
+    if host.agree_any(bool(here)):
+        raise lost_error(here)
+
+
+@contextmanager
+def watch(world: World) -> Iterator[None]:
+    """Turns an error of the backend into DevicesLostError where devices are gone.
+
+    Other errors pass: a program that is wrong is no lost device.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not any(word in str(error) for word in GONE):
+            raise
+        lost = probe(world)
+        if not lost:
+            raise
+        raise lost_error(lost) from error
+
+
+def lost_error(devices: frozenset[DeviceId]) -> DevicesLostError:
+    """The error that names the devices."""
+    named = ", ".join(str(d) for d in sorted(devices)) or "of another process"
+    return DevicesLostError(f"lost devices: {named}", devices)

@@ -1,0 +1,333 @@
+"""A running job changes its plan at a step boundary: no rollout is in flight, no gradient is kept.
+
+What moves is the state that no weight edge brings anew in every step: parameters and optimizer of
+what is trained, and frozen models. Here planning and runtime meet: the graph and its transfers are
+made and compiled ahead, in the background, and carried out when the step has come.
+"""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from nereus_jax.core.devices import DeviceId
+from nereus_jax.core.emu_spec import EmuSpec
+from nereus_jax.core.errors import DigestError
+from nereus_jax.core.hardware import Hardware
+from nereus_jax.core.roles import ModelStage
+from nereus_jax.core.timeline import Span
+from nereus_jax.core.transition import RecoverySource, TransitionGraph, Unit, Way
+from nereus_jax.planning.hardware import CPU_EMULATED, load_hardware, parse_hardware
+from nereus_jax.planning.transition_graph import plan_transition
+from nereus_jax.planning.transition_inputs import MOVING_WAYS, StageState, TransitionBudget
+from nereus_jax.runtime import host
+from nereus_jax.runtime.compile_queue import CompileQueue
+from nereus_jax.runtime.emu import (
+    ElasticModelUnit,
+    Params,
+    Site,
+    group_arrays,
+    group_site,
+    units_of,
+)
+from nereus_jax.runtime.engines.train import TrainState
+from nereus_jax.runtime.train_state import (
+    OptimizerCounters,
+    optimizer_leaves,
+    parameter_leaves,
+    read_counters,
+    unflatten,
+)
+from nereus_jax.runtime.transfers import Transfer
+from nereus_jax.runtime.transitions import Batch, Executed, batches, execute
+from nereus_jax.trainer.compilation import digest_recipes, step_recipes
+from nereus_jax.trainer.edges import make_transfer
+from nereus_jax.trainer.job import Job
+from nereus_jax.trainer.state import Counters, JobState
+from nereus_jax.trainer.verification import (
+    fingerprints,
+    state_arrays,
+    state_stages,
+    unit_spec,
+    verify,
+)
+
+WAYS: Mapping[str, frozenset[Way]] = {
+    "auto": MOVING_WAYS,
+    "composed": frozenset({Way.COMPOSED}),
+    "direct": frozenset({Way.DIRECT, Way.LEAN, Way.PARKED}),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanChange:
+    """A transition that is ready to be carried out, or will be when its programs are compiled.
+
+    Attributes:
+      old: the job as it is.
+      new: the job under the new plan; it shares the old one's programs.
+      graph: what is to be done.
+      transfers: for each batch of operations that moves, by its first operation.
+      planned_s: seconds of planning.
+    """
+
+    old: Job
+    new: Job
+    graph: TransitionGraph
+    transfers: Mapping[int, Transfer]
+    planned_s: float
+
+    def compile_in(self, queue: CompileQueue) -> None:
+        """Compiles in the background what moves."""
+        for transfer in self.transfers.values():
+            transfer.compile_in(queue)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Changed:
+    """What a transition made.
+
+    Attributes:
+      state: the logical state, under the new plan.
+      spans: of its operations and checks.
+      row: its record.
+    """
+
+    state: JobState
+    spans: tuple[Span, ...]
+    row: Mapping[str, Any]
+
+
+def live_hardware(job: Job) -> Hardware:
+    """What the job's devices can do, the same on every process.
+
+    Raises:
+      ConfigError: `transition.hardware` names nothing, or nothing fits the devices.
+    """
+    name = job.config.transition.hardware
+    if not name:
+        kind = job.world.pool.kind.lower()
+        emulated = job.config.emulated_devices or "cpu" in kind
+        name = CPU_EMULATED if emulated else kind.split()[-1]
+    if name != CPU_EMULATED:
+        return load_hardware(name)
+    measured = ""
+    if job.world.is_main:  # one machine's measurement for all: they must plan alike
+        found = load_hardware(CPU_EMULATED, emulated_devices=len(job.world.pool))
+        measured = json.dumps(dataclasses.asdict(found))
+    return parse_hardware(json.loads(host.broadcast_text(measured)), CPU_EMULATED)
+
+
+def stage_states(job: Job) -> dict[ModelStage, StageState]:
+    """What the units of every model-stage consist of."""
+    origins = {edge.target: edge.source for edge in job.workflow.weight_edges}
+    states: dict[ModelStage, StageState] = {}
+    for stage in job.sites:
+        kv_heads = job.decoder(stage).num_kv_heads
+        if stage in job.trains:
+            engine = job.trains[stage]
+            states[stage] = StageState(
+                parameters=parameter_leaves(engine),
+                optimizer=optimizer_leaves(engine, engine.spec),
+                num_kv_heads=kv_heads,
+                zero1=engine.zero1,
+            )
+        else:
+            frozen = stage not in origins
+            states[stage] = StageState(
+                parameters=job.model_spec(stage),
+                num_kv_heads=kv_heads,
+                refreshed_by=origins.get(stage),
+                recovery=(RecoverySource.CHECKPOINT,) if frozen else (),
+            )
+    return states
+
+
+def plan_change(
+    old: Job, new: Job, hardware: Hardware, *, lost: Iterable[DeviceId] = ()
+) -> PlanChange:
+    """Plans a transition; nothing is compiled and nothing moves.
+
+    Args:
+      old: the job as it is.
+      new: the job under the new plan.
+      hardware: what its devices can do.
+      lost: devices that are gone.
+
+    Raises:
+      InfeasiblePlanError: the new plan cannot be reached; the message says why.
+      LostStateError: a part of the state was on lost devices only.
+    """
+    start_s = time.perf_counter()
+    gone = frozenset(lost)
+    config = old.config
+    capacity: dict[DeviceId, int] = {}
+    if config.device_memory_gib:
+        limit = int(config.device_memory_gib * 2**30)
+        capacity = dict.fromkeys(old.world.pool.devices, limit)
+    budget = TransitionBudget(
+        capacity_bytes=capacity, ways=WAYS[config.transition.way], buffer_bytes=0
+    )
+    graph = plan_transition(
+        stage_states(old), old.plan, new.plan, hardware=hardware, budget=budget, lost=gone
+    )
+    transfers = {
+        batch.operations[0]: _batch_transfer(old, new, batch, gone)
+        for batch in batches(graph)
+        if batch.moves and batch.model_stage in state_stages(old)
+    }
+    planned_s = time.perf_counter() - start_s
+    return PlanChange(old=old, new=new, graph=graph, transfers=transfers, planned_s=planned_s)
+
+
+def _batch_transfer(old: Job, new: Job, batch: Batch, lost: frozenset[DeviceId]) -> Transfer:
+    stage = batch.model_stage
+    kv_heads = old.decoder(stage).num_kv_heads
+    source = group_site(old.world, batch.sources, kv_heads)
+    target = group_site(old.world, batch.targets, kv_heads)
+    # Under ZeRO-1 a leaf is also cut over dp, so that the two ends differ in their leaves.
+    ends = [_spec_on(job, stage, site) for job, site in ((old, source), (new, target))]
+    return make_transfer(old.world, ends[0], source, ends[1], target, lost=lost)
+
+
+def _spec_on(job: Job, stage: ModelStage, site: Site) -> EmuSpec:
+    engine = job.trains.get(stage)
+    if engine is None or not engine.zero1:
+        return unit_spec(job, stage)
+    optimizer = optimizer_leaves(engine, engine.spec.with_zero(site.mesh_shape))
+    parameters = parameter_leaves(engine)
+    return dataclasses.replace(optimizer, leaves=(*parameters.leaves, *optimizer.leaves))
+
+
+def carry_out(
+    change: PlanChange,
+    state: JobState,
+    *,
+    restore: Callable[[Batch], Sequence[ElasticModelUnit]] | None = None,
+    observe: Callable[[Batch], None] | None = None,
+) -> Changed:
+    """Carries out a transition and verifies it.
+
+    The old state stays as it is where memory allows, until the new one is verified: an error leaves
+    the job running as before. Else operations free what they destroy.
+
+    Args:
+      change: what to do.
+      state: the state; without room for both it is emptied.
+      restore: reads units from a checkpoint.
+      observe: called before each batch of operations.
+
+    Raises:
+      TransitionStopped: an operation failed; the error holds what is intact.
+      DigestError: the state is not what it was.
+    """
+    old, new, graph = change.old, change.new, change.graph
+    step, how = state.counters.step, old.config.transition.verify
+    begin_s = time.time()
+    waited_s = _wait_for_programs(change)
+    state.edges.clear()  # the next step's weight edges bring these anew
+    before = {} if graph.lost else fingerprints(old, state, how)
+    counters = {s: read_counters(old.trains[s], x) for s, x in state.trained.items()}
+    units = _units(old, state)
+    keep_old = graph.old_state_fits and not graph.lost
+    if not keep_old:
+        state.trained, state.frozen = {}, {}
+    executed = execute(
+        old.world,
+        graph,
+        units,
+        change.transfers,
+        step=step,
+        restore=restore,
+        observe=observe,
+    )
+    del units
+    moved = _assembled(new, executed, counters, state.counters)
+    try:
+        verify(new, moved, before, how)
+    except DigestError as error:
+        raise DigestError(f"{error}; the old plan goes on" if keep_old else str(error)) from error
+    end_s = time.time()
+    moved_bytes = sum(t.schedule.wire_bytes for t in change.transfers.values())
+    row = {
+        "step": step,
+        "transition_s": end_s - begin_s,
+        "transition_modelled_s": graph.transition_s,
+        "transition_planning_s": change.planned_s,
+        "transition_compile_s": waited_s,
+        "transition_wire_bytes": moved_bytes,
+        "transition_operations": len(graph.operations),
+        "transition_ways": {str(s): str(c.way) for s, c in graph.choices.items()},
+        "transition_kept_old_state": keep_old,
+    }
+    whole = Span(
+        name="transition",
+        kind="transition",
+        start_s=begin_s,
+        end_s=end_s,
+        devices=tuple(str(d) for d in graph.devices),
+        step=step,
+        bytes=moved_bytes,
+    )
+    return Changed(state=moved, spans=(whole, *executed.spans), row=row)
+
+
+def _wait_for_programs(change: PlanChange) -> float:
+    """Waits until all that the change and the new plan need is compiled; seconds that it took."""
+    start_s = time.perf_counter()
+    for transfer in change.transfers.values():
+        _ = transfer.collective
+    for job in (change.old, change.new):
+        for recipe in digest_recipes(job):
+            job.programs.get(*recipe)
+    for recipe in step_recipes(change.new):
+        change.new.programs.get(*recipe)
+    return time.perf_counter() - start_s
+
+
+def _units(job: Job, state: JobState) -> dict[ModelStage, list[ElasticModelUnit]]:
+    """The units of the model-stages that hold state."""
+    counters = state.counters
+    units: dict[ModelStage, list[ElasticModelUnit]] = {}
+    for stage in state.trained:
+        version = counters.policy_version if stage.role == "actor" else counters.critic_version
+        arrays = state_arrays(job, state, stage)
+        units[stage] = list(units_of(job.world, job.sites[stage], arrays, version))
+    for stage, params in state.frozen.items():
+        units[stage] = list(units_of(job.world, job.sites[stage], params))
+    return units
+
+
+def _assembled(
+    new: Job,
+    executed: Executed,
+    optimizer_counters: Mapping[ModelStage, OptimizerCounters],
+    counters: Counters,
+) -> JobState:
+    """The state of the new plan, made of the units' buffers."""
+    trained: dict[ModelStage, TrainState] = {}
+    frozen: dict[ModelStage, Params] = {}
+    for stage, held in executed.units.items():
+        site, spec = new.sites[stage], unit_spec(new, stage)
+        wanted = _final_units(site)
+        arrays = group_arrays(new.world, site, spec, [held[unit] for unit in wanted])
+        if stage in new.trains:
+            trained[stage] = unflatten(new.trains[stage], arrays, optimizer_counters[stage])
+        else:
+            frozen[stage] = arrays
+    order = [s for s in new.trains if s in trained]
+    return JobState(counters=counters, trained={s: trained[s] for s in order}, frozen=frozen)
+
+
+def _final_units(site: Site) -> list[Unit]:
+    layout = site.placement.layout
+    return [
+        Unit(
+            model_stage=site.model_stage,
+            tp=layout.tp,
+            pp=layout.pp,
+            devices=site.placement.replica_devices(rank),
+        )
+        for rank in range(layout.dp)
+    ]

@@ -1,0 +1,102 @@
+"""The plans that a run's configuration asks for, prepared before their step has come."""
+
+import dataclasses
+
+from nereus_jax.config import plans_by_step
+from nereus_jax.core.devices import DeviceId
+from nereus_jax.core.errors import InfeasiblePlanError
+from nereus_jax.core.hardware import Hardware
+from nereus_jax.runtime.compile_queue import CompileQueue
+from nereus_jax.trainer.compilation import compile_ahead
+from nereus_jax.trainer.footprint import check_memory, stage_bytes
+from nereus_jax.trainer.job import Job, make_job, make_plan
+from nereus_jax.trainer.plan_change import PlanChange, live_hardware, plan_change
+
+
+@dataclasses.dataclass(kw_only=True)
+class PlanSchedule:
+    """What comes when, and what of it is ready.
+
+    Attributes:
+      jobs: the run under each plan, by the step before which it changes to it.
+      hardware: what transitions are priced with; None where no plan ever changes.
+      queue: compiles in the background.
+      prepared: the change that comes next.
+      prepared_step: its step.
+    """
+
+    jobs: dict[int, Job]
+    hardware: Hardware | None
+    queue: CompileQueue
+    prepared: PlanChange | None = None
+    prepared_step: int = 0
+
+    def prepare_next(self, job: Job, step: int) -> None:
+        """Plans the first change from `step` on and begins to compile for it."""
+        coming = [s for s in sorted(self.jobs) if s >= step and self.jobs[s].plan != job.plan]
+        self.prepared = None
+        if not coming or self.hardware is None:
+            return
+        self.prepared_step = coming[0]
+        new = self.jobs[self.prepared_step]
+        self.prepared = plan_change(job, new, self.hardware)
+        self.prepared.compile_in(self.queue)
+        compile_ahead(job, new, self.queue)
+
+    def drop(self, lost: frozenset[DeviceId]) -> None:
+        """Forgets the plans that need devices which are gone."""
+        self.jobs = {
+            step: job
+            for step, job in self.jobs.items()
+            if all(lost.isdisjoint(p.devices) for p in job.plan.placements.values())
+        }
+        self.prepared = None
+
+    def due(self, step: int) -> PlanChange | None:
+        """The change that comes before this step."""
+        return self.prepared if self.prepared_step == step else None
+
+
+def first_job(job: Job, step: int, jobs: dict[int, Job]) -> Job:
+    """The run under the plan that holds at a step, changes before it included.
+
+    A change at the very step is still to come: it is carried out and recorded like any other.
+    """
+    before = [s for s in sorted(jobs) if s < step]
+    return jobs[before[-1]] if before else job
+
+
+def scheduled_jobs(job: Job) -> dict[int, Job]:
+    """The run under each plan that its configuration names, checked as the first one is.
+
+    Raises:
+      ConfigError, InfeasiblePlanError: a plan that the devices or the model cannot take.
+    """
+    config, world = job.config, job.world
+    jobs: dict[int, Job] = {}
+    for step, entries in plans_by_step(config).items():
+        try:
+            plan = make_plan(config, job.inputs, world, entries)
+            jobs[step] = make_job(config, job.inputs, world, plan, job.programs)
+            check_memory(jobs[step], stage_bytes(jobs[step]))
+        except InfeasiblePlanError as error:
+            raise InfeasiblePlanError(f"plan_changes.{step}: {error}") from None
+    return jobs
+
+
+def make_schedule(job: Job, jobs: dict[int, Job]) -> PlanSchedule:
+    """The schedule of a run; whether every plan is reachable from the one before is checked now.
+
+    Raises:
+      InfeasiblePlanError: a plan cannot be reached; the message names step and reason.
+    """
+    hardware = live_hardware(job) if jobs else None
+    before = job
+    for step in sorted(jobs):
+        assert hardware is not None
+        try:
+            plan_change(before, jobs[step], hardware)
+        except InfeasiblePlanError as error:
+            raise InfeasiblePlanError(f"plan_changes.{step}: {error}") from None
+        before = jobs[step]
+    return PlanSchedule(jobs=jobs, hardware=hardware, queue=CompileQueue())

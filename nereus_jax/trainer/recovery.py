@@ -1,0 +1,236 @@
+"""Changes of plan in the run of a session: planned ones, and those that lost devices force.
+
+State comes from what is intact first: replicas, the blocks that broken replicas have left, the
+checkpoint's copy of a frozen model. Where a part of what is trained is gone, or an update of the
+step had begun, the whole job goes back to the last checkpoint.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+
+from nereus_jax.config.plan_entry import divisors
+from nereus_jax.core.devices import DeviceId, DevicePool
+from nereus_jax.core.errors import (
+    DevicesLostError,
+    DigestError,
+    InfeasiblePlanError,
+    LostStateError,
+)
+from nereus_jax.core.layout import ParallelLayout
+from nereus_jax.core.plan import Placement, Plan
+from nereus_jax.core.roles import ModelStage
+from nereus_jax.core.transition import Unit
+from nereus_jax.runtime.emu import ElasticModelUnit, group_arrays
+from nereus_jax.runtime.faults import check_devices, find_lost
+from nereus_jax.runtime.train_state import OptimizerCounters, read_counters, unflatten
+from nereus_jax.runtime.transitions import TransitionStopped, UnitsByStage
+from nereus_jax.trainer.job import Job, make_job
+from nereus_jax.trainer.plan_change import (
+    Changed,
+    PlanChange,
+    carry_out,
+    live_hardware,
+    plan_change,
+)
+from nereus_jax.trainer.session import Session, go_back, restore_frozen_units, writing
+from nereus_jax.trainer.state import JobState
+from nereus_jax.trainer.verification import state_stages, unit_spec
+
+MAX_ATTEMPTS = 3
+"""Times that a transition which stopped half way is taken up again from what is intact."""
+
+
+def change_as_scheduled(session: Session, state: JobState) -> None:
+    """Carries out the change of plan that comes before the next step, if there is one.
+
+    An error leaves the old plan running where the old state is still there; else the change is
+    taken up again from what is intact.
+
+    Raises:
+      DevicesLostError: devices are gone.
+    """
+    step = state.counters.step
+    change = session.schedule.due(step)
+    if change is None:
+        return
+    check_devices(session.job.world, state.arrays())
+    _change(session, state, change)
+    session.schedule.prepare_next(session.job, step + 1)
+
+
+def _change(session: Session, state: JobState, change: PlanChange) -> None:
+    """Carries out a change, again and again from what a stopped one left."""
+    session.outputs.message(f"changing the plan before step {state.counters.step + 1}")
+    for _ in range(MAX_ATTEMPTS):
+        numbers = {
+            stage: read_counters(change.old.trains[stage], x) for stage, x in state.trained.items()
+        }
+        restore = functools.partial(restore_frozen_units, session)
+        try:
+            changed = carry_out(change, state, restore=restore, observe=session.observe)
+        except DigestError as error:
+            if state.trained:
+                session.outputs.message(f"the change of plan was undone: {error}")
+                return
+            session.outputs.message(f"going back to a checkpoint: {error}")
+            _take_over(state, go_back(session))
+            return
+        except TransitionStopped as error:
+            if state.trained:
+                session.outputs.message(f"the old plan goes on: {error}")
+                check_devices(session.job.world, state.arrays())
+                return
+            session.outputs.message(f"{error}; going on from the units that are intact")
+            change = _again(session, state, change, error, numbers)
+            continue
+        _commit(session, state, change, changed)
+        return
+    raise InfeasiblePlanError(f"a change of plan stopped half way {MAX_ATTEMPTS} times")
+
+
+def _commit(session: Session, state: JobState, change: PlanChange, changed: Changed) -> None:
+    _take_over(state, changed.state)
+    session.job = change.new
+    with writing(session):
+        session.outputs.transition(changed.row, changed.spans, change.new.plan)
+
+
+def _take_over(state: JobState, other: JobState) -> None:
+    state.counters, state.trained, state.frozen = other.counters, other.trained, other.frozen
+    state.edges = {}
+    state.updating = False
+
+
+def _again(
+    session: Session,
+    state: JobState,
+    change: PlanChange,
+    error: TransitionStopped,
+    numbers: Mapping[ModelStage, OptimizerCounters],
+) -> PlanChange:
+    """The rest of a change, from the units that a stopped one left."""
+    missing = [s for s in state_stages(change.new) if not error.units.get(s)]
+    if missing:
+        raise DevicesLostError(f"{error}; nothing is intact of {missing[0]}") from error
+    between, left = job_of_units(change.new, error.units, state, numbers)
+    _take_over(state, left)
+    session.job = between
+    hardware = session.schedule.hardware or live_hardware(between)
+    return plan_change(between, change.new, hardware)
+
+
+def go_on_without(session: Session, state: JobState, error: DevicesLostError) -> None:
+    """Brings a job that has lost devices to a step boundary, on those that are left.
+
+    The step that was running is dropped. Changes of plan that need lost devices are not made.
+
+    Raises:
+      DevicesLostError: the state is gone, and there is no checkpoint.
+      InfeasiblePlanError: no device is left, or the state does not fit on those that are.
+    """
+    job = session.job
+    lost = error.devices | find_lost(job.world, state.arrays())
+    world = job.world.without(lost)
+    plan = surviving_plan(job, world.pool)
+    session.outputs.message(
+        f"{error}; going on with {len(world.pool)} of {len(job.world.pool)} devices"
+    )
+    new = make_job(job.config, job.inputs, world, plan, job.programs)
+    session.schedule.drop(lost)
+    hardware = session.schedule.hardware or live_hardware(job)
+    try:
+        if state.updating or not state.trained:
+            raise LostStateError("an update of the step had begun")
+        change = plan_change(job, new, hardware, lost=lost)
+        _change(session, state, change)
+    except (LostStateError, InfeasiblePlanError) as reason:
+        session.outputs.message(f"going back to the last checkpoint: {reason}")
+        session.job = new
+        _take_over(state, go_back(session))
+    session.schedule.prepare_next(session.job, state.counters.step)
+
+
+def surviving_plan(job: Job, pool: DevicePool) -> Plan:
+    """A plan for the devices that are left, near to the one that was.
+
+    A model-stage keeps its intact replicas. One that has none gets one replica, as it was if the
+    pool has devices enough, else of the largest degrees that divide the old ones.
+
+    Raises:
+      InfeasiblePlanError: no device is left.
+    """
+    if not len(pool):
+        raise InfeasiblePlanError("all devices are lost; start again with others")
+    alive = set(pool.devices)
+    return Plan(
+        placements={stage: _survivor(p, pool, alive) for stage, p in job.plan.placements.items()}
+    )
+
+
+def _survivor(placement: Placement, pool: DevicePool, alive: set[DeviceId]) -> Placement:
+    layout = placement.layout
+    replicas = [placement.replica_devices(rank) for rank in range(layout.dp)]
+    intact = [devices for devices in replicas if alive.issuperset(devices)]
+    if intact:
+        return Placement(
+            layout=ParallelLayout(len(intact), layout.pp, layout.tp),
+            devices=tuple(d for devices in intact for d in devices),
+        )
+    smaller = [
+        ParallelLayout(1, pp, tp)
+        for pp in divisors(layout.pp)
+        for tp in divisors(layout.tp)
+        if pp * tp <= len(pool)
+    ]
+    largest = max(smaller, key=lambda x: (x.num_devices, x.tp))
+    return Placement(layout=largest, devices=pool.devices[: largest.num_devices])
+
+
+def job_of_units(
+    job: Job,
+    units: UnitsByStage,
+    before: JobState,
+    numbers: Mapping[ModelStage, OptimizerCounters],
+) -> tuple[Job, JobState]:
+    """A job as intact units make it, after a transition that stopped half way.
+
+    Args:
+      job: under the plan that was to be left or to be reached.
+      units: what is intact; at least one of every model-stage that holds state.
+      before: the state that the transition began with, for the run's counters.
+      numbers: the optimizers' counters.
+
+    Returns:
+      The job under the plan that the units are, and its state, of the units' buffers.
+    """
+    placements = dict(job.plan.placements)
+    chosen: dict[ModelStage, Sequence[ElasticModelUnit]] = {}
+    for stage, held in units.items():
+        chosen[stage] = _largest_group(held)
+        first = chosen[stage][0].unit
+        placements[stage] = Placement(
+            layout=ParallelLayout(len(chosen[stage]), first.pp, first.tp),
+            devices=tuple(d for u in chosen[stage] for d in u.unit.devices),
+        )
+    between = make_job(job.config, job.inputs, job.world, Plan(placements=placements), job.programs)
+    state = JobState(counters=before.counters, trained={}, frozen={})
+    frozen = {}
+    for stage, group in chosen.items():
+        arrays = group_arrays(job.world, between.sites[stage], unit_spec(between, stage), group)
+        if stage in between.trains:
+            state.trained[stage] = unflatten(between.trains[stage], arrays, numbers[stage])
+        else:
+            frozen[stage] = arrays
+    state.frozen = frozen
+    return between, state
+
+
+def _largest_group(held: Mapping[Unit, ElasticModelUnit]) -> list[ElasticModelUnit]:
+    """The units of one layout on disjoint devices, of the layout that there are most of."""
+    groups: dict[tuple[int, int, bool], list[ElasticModelUnit]] = {}
+    for unit, x in held.items():
+        group = groups.setdefault((unit.pp, unit.tp, unit.parked), [])
+        taken = {d for other in group for d in other.unit.devices}
+        if taken.isdisjoint(unit.devices):
+            group.append(x)
+    return max((g for (_, _, parked), g in groups.items() if not parked), key=len)

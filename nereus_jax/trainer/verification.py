@@ -1,0 +1,95 @@
+"""Whether a change of plan left the logical state as it was, to the bit."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nereus_jax.core.emu_spec import EmuSpec
+from nereus_jax.core.errors import DigestError
+from nereus_jax.core.roles import ModelStage
+from nereus_jax.runtime import host
+from nereus_jax.runtime.digests import compare_digests, state_digests
+from nereus_jax.runtime.emu import Params
+from nereus_jax.runtime.train_state import flatten, unit_leaves
+from nereus_jax.trainer.job import Job
+from nereus_jax.trainer.state import JobState
+
+Fingerprints = Mapping[ModelStage, Mapping[str, Any]]
+"""Of every leaf of every model-stage: its digest, or all its values."""
+
+
+def state_stages(job: Job) -> tuple[ModelStage, ...]:
+    """The model-stages that hold state of their own: those that no weight edge fills."""
+    filled = {edge.target for edge in job.workflow.weight_edges}
+    return tuple(stage for stage in job.sites if stage not in filled)
+
+
+def unit_spec(job: Job, stage: ModelStage) -> EmuSpec:
+    """The leaves that the units of a model-stage hold."""
+    return unit_leaves(job.trains[stage]) if stage in job.trains else job.model_spec(stage)
+
+
+def state_arrays(job: Job, state: JobState, stage: ModelStage) -> Params:
+    """The arrays of these leaves."""
+    if stage in job.trains:
+        return flatten(job.trains[stage], state.trained[stage])
+    return dict(state.frozen[stage])
+
+
+def fingerprints(job: Job, state: JobState, how: str) -> Fingerprints:
+    """What tells the logical state of a job apart.
+
+    Args:
+      job: under the plan that the state is in.
+      state: what to look at.
+      how: `transition.verify`.
+
+    Raises:
+      DigestError: two copies of a leaf differ.
+    """
+    if how == "off":
+        return {}
+    found: dict[ModelStage, Mapping[str, Any]] = {}
+    for stage in state_stages(job):
+        spec, arrays = unit_spec(job, stage), state_arrays(job, state, stage)
+        digests = state_digests(job.sites[stage], spec, arrays, job.programs)
+        if how == "digest":
+            found[stage] = digests
+            continue
+        inside = {leaf.name: tuple(slice(0, n) for n in leaf.shape) for leaf in spec}
+        values = host.fetch(arrays)
+        found[stage] = {name: x[inside[name]].tobytes() for name, x in values.items()}
+    return found
+
+
+def verify(job: Job, state: JobState, before: Fingerprints, how: str) -> None:
+    """Compares a state with what it was, and with where the plan wants it.
+
+    Args:
+      job: under the plan that the state is in now.
+      state: what to look at.
+      before: `fingerprints` of the state as it was; empty: it cannot be compared.
+      how: `transition.verify`.
+
+    Raises:
+      DigestError: a leaf is somewhere else, has changed, or its copies differ; the message names
+        the leaf, and the devices where they are known.
+    """
+    for stage in state_stages(job):
+        _check_placement(job, state, stage)
+    after = fingerprints(job, state, how)
+    for stage, leaves in before.items():
+        if how == "digest":
+            compare_digests(str(stage), leaves, after[stage])
+            continue
+        for name, value in leaves.items():
+            if after[stage][name] != value:
+                raise DigestError(f"{stage}: {name!r} has other bits than before the transition")
+
+
+def _check_placement(job: Job, state: JobState, stage: ModelStage) -> None:
+    site, spec = job.sites[stage], unit_spec(job, stage)
+    arrays = state_arrays(job, state, stage)
+    for leaf in spec:
+        wanted, got = site.leaf_sharding(leaf, spec.rules), arrays[leaf.name].sharding
+        if got != wanted:
+            raise DigestError(f"{stage}: {leaf.name!r} lies as {got}, the plan wants {wanted}")
