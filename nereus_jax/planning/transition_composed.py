@@ -13,7 +13,14 @@ from nereus_jax.core.transition import OperationKind, Way
 from nereus_jax.planning.transition_draft import NONE, Draft, DraftBuilder, Family, Some
 from nereus_jax.planning.transition_ways import Change, copy_units
 from nereus_jax.planning.unit_bytes import Cut, Ints, held_bytes
-from nereus_jax.planning.unit_layouts import Degrees, common_degrees, same_rows, split_rows
+from nereus_jax.planning.unit_layouts import (
+    Degrees,
+    common_degrees,
+    distinct,
+    same_rows,
+    split_rows,
+    without,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,7 +56,7 @@ def composed(change: Change) -> Draft:
     useful = number[pieces.useful]
     copy_units(build, useful if len(useful) else old[change.kept_old], copies)
     taken = pieces.found[pieces.found >= 0]
-    build.destroy(number[np.setdiff1d(pieces.useful, taken)])
+    build.destroy(number[without(pieces.useful, taken)])
     part = np.zeros(len(pieces.found), np.int64)
     part[pieces.found >= 0], part[lacking] = number[taken], copies
     final = change.final(old, new)
@@ -67,7 +74,7 @@ def _pieces(change: Change) -> _Pieces:
     have = split_rows(change.old.rows[change.usable], change.old.degrees, sub)
     want = split_rows(change.new.rows[change.wanted], change.new.degrees, sub)
     found = same_rows(have, want, change.ground.num_devices)
-    useful = np.unique(found[found >= 0])
+    useful = distinct(found[found >= 0])
     lacking = int((found < 0).sum())
     if lacking and not len(useful) and not len(change.kept_old):
         each = len(have) // len(change.usable)
@@ -84,8 +91,8 @@ def _split(change: Change, build: DraftBuilder, pieces: _Pieces, old: Ints) -> I
     usable = change.usable
     number = np.full(len(pieces.have), -1, np.int64)
     each = len(pieces.have) // max(len(usable), 1)
-    needed = np.unique(pieces.useful // max(each, 1))
-    build.destroy(old[np.setdiff1d(change.changed, usable[needed])])
+    needed = distinct(pieces.useful // max(each, 1))
+    build.destroy(old[without(change.changed, usable[needed])])
     if pieces.sub == change.old.degrees:
         number[:] = old[usable]
         return number
@@ -93,7 +100,7 @@ def _split(change: Change, build: DraftBuilder, pieces: _Pieces, old: Ints) -> I
     number[split] = build.add(_family(change, pieces.sub, pieces.have[split]))
     produces = Some.shared(number[split], len(needed))
     build.move(OperationKind.SPLIT, NONE, Some.each(old[usable[needed]]), produces)
-    build.destroy(number[np.setdiff1d(split, pieces.useful)])
+    build.destroy(number[without(split, pieces.useful)])
     return number
 
 

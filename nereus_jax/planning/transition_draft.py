@@ -6,6 +6,7 @@ Which drafts of all model-stages fit into memory together is decided by the sche
 # pyright: reportUnknownMemberType=false
 # (numpy's own types of `unique`, `searchsorted` and `reduceat` are partly unknown.)
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 
@@ -24,6 +25,7 @@ from nereus_jax.planning.unit_bytes import (
     LeafClass,
     Moved,
     Recut,
+    recut,
 )
 
 NO_UNITS = np.zeros(0, np.int64)
@@ -143,7 +145,6 @@ class Ground:
       devices: what the indices stand for.
       hardware: its links.
       budget: set-up time, storage.
-      recuts: what was already worked out, by leaves and meshes.
     """
 
     num_devices: int
@@ -154,16 +155,6 @@ class Ground:
     devices: tuple[DeviceId, ...]
     hardware: Hardware
     budget: TransitionBudget
-    recuts: dict[tuple[object, ...], Recut] = dataclasses.field(
-        default_factory=dict[tuple[object, ...], Recut]
-    )
-
-    def recut(self, classes: tuple[LeafClass, ...], source: Cut, target: Cut) -> Recut:
-        """Bytes of moves from one mesh to another; worked out once."""
-        key = id(classes), source.mesh_shape, target.mesh_shape
-        if key not in self.recuts:
-            self.recuts[key] = Recut(classes, source, target)
-        return self.recuts[key]
 
 
 class DraftBuilder:
@@ -180,6 +171,7 @@ class DraftBuilder:
         self._families: list[Family] = []
         self._base: list[int] = [0]
         self._phases: list[Phase] = []
+        self._known: dict[int, tuple[Ints, Ints]] = {}
         self._load_s = 0.0
         self._held = np.zeros(ground.num_devices, np.int64)
         self._peak_bytes = 0
@@ -200,7 +192,13 @@ class DraftBuilder:
         return self._families[self._place(unit)]
 
     def rows(self, units: Ints) -> Ints:
-        """[N, ranks] devices of units of one size."""
+        """[N, ranks] devices of units of one size; looked up once for an array of units."""
+        known = self._known.get(id(units))
+        if known is None:  # the array is kept, so that its id stays its own
+            known = self._known[id(units)] = units, self._look_up(units)
+        return known[1]
+
+    def _look_up(self, units: Ints) -> Ints:
         first, last = self._place(int(units.min())), self._place(int(units.max()))
         if first == last:
             return self._families[first].rows[units - self._base[first]]
@@ -241,7 +239,7 @@ class DraftBuilder:
     def park(self, consumes: Some, produces: Some) -> None:
         """A phase that copies units to host memory."""
         cut = self.family(int(consumes.unit[0])).cut
-        blocks = self._ground.recut(self._classes, cut, cut).source_block
+        blocks = recut(self._classes, cut.mesh_shape, cut.mesh_shape).source_block
         seconds, links = self._host_cost(self._entries(consumes), blocks)
         source = RecoverySource.REPLICA
         self._append(OperationKind.PARK, NONE, consumes, produces, source, seconds, links)
@@ -249,10 +247,10 @@ class DraftBuilder:
     def unpark(self, consumes: Some, produces: Some, *, after_all: bool) -> None:
         """A phase that copies parked units to devices; hosts send what another one holds."""
         sources, targets = self._entries(consumes), self._entries(produces)
-        recut = self._recut(consumes, produces)
-        seconds, links = self._host_cost(targets, recut.block)
+        table = self._recut(consumes, produces)
+        seconds, links = self._host_cost(targets, table.block)
         ground = self._ground
-        moved = recut.moved(sources, targets, ground.node, len(seconds))
+        moved = table.moved(sources, targets, ground.node, len(seconds))
         links[:, 2] = moved.inter_node
         seconds = seconds + moved.receive_inter_node / ground.hardware.inter_node.bytes_per_s
         kind, source = OperationKind.UNPARK, RecoverySource.REPLICA
@@ -261,7 +259,7 @@ class DraftBuilder:
     def restore(self, produces: Some, source: RecoverySource) -> None:
         """A phase that reads units from a host snapshot or a checkpoint."""
         cut = self.family(int(produces.unit[0])).cut
-        blocks = self._ground.recut(self._classes, cut, cut).block
+        blocks = recut(self._classes, cut.mesh_shape, cut.mesh_shape).block
         seconds, links = self._host_cost(self._entries(produces), blocks)
         if source is RecoverySource.CHECKPOINT:
             total, largest = _by_operation(self._entries(produces), blocks)
@@ -291,16 +289,16 @@ class DraftBuilder:
     def _moved(self, given: Some, produces: Some) -> tuple[Moved, Ints, Ints]:
         """What a phase moves, and how many devices of each operation give and take."""
         number = int(produces.operation[-1]) + 1
-        recut, ground = self._recut(given, produces), self._ground
+        table, ground = self._recut(given, produces), self._ground
         if self._alike(given, number) and self._alike(produces, number):
             giving, taking = self.rows(given.unit), self.rows(produces.unit)
-            moved = recut.moved_alike(giving, taking, ground.node, number)
-            ends = (np.full(number, rows.size // number) for rows in (giving, taking))
-            return moved, *ends
+            moved = table.moved_alike(giving, taking, ground.node, number)
+            ends = [np.full(number, rows.size // number) for rows in (giving, taking)]
+            return moved, ends[0], ends[1]
         sources, targets = self._entries(given, alive_only=True), self._entries(produces)
-        moved = recut.moved(sources, targets, ground.node, number)
-        ends = (np.bincount(e.operation, minlength=number) for e in (sources, targets))
-        return moved, *ends
+        moved = table.moved(sources, targets, ground.node, number)
+        ends = [np.bincount(e.operation, minlength=number) for e in (sources, targets)]
+        return moved, ends[0], ends[1]
 
     def _alike(self, some: Some, operations: int) -> bool:
         """Whether all operations have as many units, each a mesh of its own, and all are alive."""
@@ -310,8 +308,8 @@ class DraftBuilder:
         return single and bool((count == count[0]).all()) and bool(alive.all())
 
     def _recut(self, given: Some, produces: Some) -> Recut:
-        cuts = (self.family(int(some.unit[0])).cut for some in (given, produces))
-        return self._ground.recut(self._classes, *cuts)
+        first, last = (self.family(int(some.unit[0])).cut for some in (given, produces))
+        return recut(self._classes, first.mesh_shape, last.mesh_shape)
 
     def _host_cost(self, entries: Entries, blocks: Ints) -> tuple[Floats, Ints]:
         total, largest = _by_operation(entries, blocks)
@@ -369,14 +367,13 @@ class DraftBuilder:
     def _change_held(self, units: Ints, sign: int) -> None:
         if not len(units):
             return
-        for number, family in enumerate(self._families):
-            base, end = self._base[number], self._base[number + 1]
-            here = units[(units >= base) & (units < end)]
-            if len(here) and family.device_bytes and not family.parked:
-                self._held[family.rows[here - base]] += sign * family.device_bytes
+        # Units that are made or given up in a phase have one layout, and hold the same.
+        family = self.family(int(units[0]))
+        if family.device_bytes and not family.parked:
+            self._held[self.rows(units)] += sign * family.device_bytes
 
     def _place(self, unit: int) -> int:
-        return next(i for i, base in enumerate(self._base[1:]) if unit < base)
+        return bisect.bisect_right(self._base, unit) - 1
 
     def _entries(self, some: Some, alive_only: bool = False) -> Entries:
         """The devices of units; under ZeRO-1 ranks are those of the whole group."""
@@ -387,7 +384,7 @@ class DraftBuilder:
         within = some.unit - self._base[place]
         grouped = self._families[place].cut.mesh_shape[0] > 1
         base = within * size if grouped else np.zeros(len(within), np.int64)
-        rank: Ints = (base[:, None] + np.arange(size)).ravel()
+        rank = np.repeat(base, size) + np.arange(len(device)) % size
         if alive_only and not self._ground.alive.all():
             alive = self._ground.alive[device]
             operation, device, rank = operation[alive], device[alive], rank[alive]

@@ -1,6 +1,7 @@
 """From a schedule to the values that are executed: units, operations, the graph."""
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
 import numpy as np
 
@@ -31,16 +32,14 @@ def make_graph(
     place = {task: n for n, task in enumerate(schedule.order)}
     waits = resource_edges(problem, schedule)
     edges = [
-        [tuple(sorted([place[j] for j in before[i]])) for i in schedule.order]
+        [tuple(sorted([place[j] for j in before[i]])) if before[i] else () for i in schedule.order]
         for before in (problem.before, waits)
     ]
     based = list(zip(problem.base, drafts, strict=True))
     initial: list[int] = [u for base, d in based for u in (d.initial + base).tolist()]
     final: list[int] = [u for base, d in based for u in (d.final + base).tolist()]
-    alive = ground.alive.tolist()
     lowest = np.array(lowest_free_bytes(problem, schedule.order))[problem.cell_of]
-    by_device = (ground.capacity.tolist(), (ground.capacity - lowest).tolist())
-    capacity, peak = (tuple([n for n, up in zip(x, alive, strict=True) if up]) for x in by_device)
+    alive = np.flatnonzero(ground.alive)
     budget = ground.budget
     return TransitionGraph(
         operations=tuple(_operations(problem, schedule, ladders, units)),
@@ -55,9 +54,9 @@ def make_graph(
         initial_units=tuple([units[u] for u in initial]),
         final_units=tuple([units[u] for u in final]),
         initial_bytes=tuple([problem.family_of[u].device_bytes for u in initial]),
-        devices=tuple([d for d, up in zip(ground.devices, alive, strict=True) if up]),
-        capacity_bytes=capacity,
-        peak_bytes=peak,
+        devices=tuple([ground.devices[i] for i in alive.tolist()]) if lost else ground.devices,
+        capacity_bytes=tuple(ground.capacity[alive].tolist()),
+        peak_bytes=tuple((ground.capacity - lowest)[alive].tolist()),
         choices={ladder.model_stage: ladder.choice() for ladder in ladders},
         lost=lost,
     )
@@ -68,48 +67,55 @@ def _units(problem: Problem, ladders: Sequence[Ladder], devices: Sequence[Device
     units: list[Unit] = []
     for ladder in ladders:
         for family in ladder.draft.families:
+            tp, pp, parked = family.tp, family.pp, family.parked
             for row in family.rows.tolist():
-                unit = Unit(
-                    model_stage=ladder.model_stage,
-                    tp=family.tp,
-                    pp=family.pp,
-                    devices=tuple([devices[i] for i in row]),
-                    parked=family.parked,
+                # itemgetter makes the tuple in C, but gives a single device bare.
+                placed = itemgetter(*row)(devices) if len(row) > 1 else (devices[row[0]],)
+                units.append(
+                    Unit(
+                        model_stage=ladder.model_stage,
+                        tp=tp,
+                        pp=pp,
+                        devices=placed,
+                        parked=parked,
+                    )
                 )
-                units.append(unit)
     return units
 
 
 def _operations(
     problem: Problem, schedule: Schedule, ladders: Sequence[Ladder], units: Sequence[Unit]
 ) -> list[Operation]:
+    shared: dict[tuple[int, ...], LinkBytes] = {}
+    links: dict[int, list[LinkBytes]] = {}
+    for ladder in ladders:
+        for phase in ladder.draft.phases:
+            rows = [tuple(row) for row in phase.links.tolist()]
+            for row in rows:
+                if row not in shared:
+                    shared[row] = link_bytes(row)
+            links[id(phase)] = [shared[row] for row in rows]
+    stages = [ladder.model_stage for ladder in ladders]
+    family_of = problem.family_of
     operations: list[Operation] = []
-    known: dict[tuple[int, ...], LinkBytes] = {}
-    rows = {id(p): p.links.tolist() for ladder in ladders for p in ladder.draft.phases}
     for i in schedule.order:
         task = problem.tasks[i]
-        row = tuple(rows[id(task.phase)][task.number])
-        if row not in known:
-            known[row] = link_bytes(row)
+        phase, consumes, produces = task.phase, task.consumes, task.produces
         operations.append(
             Operation(
-                kind=task.phase.kind,
-                model_stage=ladders[task.draft].model_stage,
+                kind=phase.kind,
+                model_stage=stages[task.draft],
                 reads=tuple([units[u] for u in task.reads]),
-                consumes=tuple([units[u] for u in task.consumes]),
-                produces=tuple([units[u] for u in task.produces]),
-                source=task.phase.source,
-                link_bytes=known[row],
+                consumes=tuple([units[u] for u in consumes]),
+                produces=tuple([units[u] for u in produces]),
+                source=phase.source,
+                link_bytes=links[id(phase)][task.number],
                 seconds=task.seconds,
-                produced_bytes=_device_bytes(problem, task.produces),
-                consumed_bytes=_device_bytes(problem, task.consumes),
+                produced_bytes=family_of[produces[0]].device_bytes if produces else 0,
+                consumed_bytes=family_of[consumes[0]].device_bytes if consumes else 0,
             )
         )
     return operations
-
-
-def _device_bytes(problem: Problem, units: Sequence[int]) -> int:
-    return problem.family_of[units[0]].device_bytes if units else 0
 
 
 def _critical_path(

@@ -19,11 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from nereus_jax.planning.transition_order import improved
 from nereus_jax.planning.transition_problem import Problem, Task
 
-RULE_TASKS = 1000
+RULE_TASKS = 600
 """Tasks that are scheduled in all while rules of urgency are tried: a large problem gets one."""
 
 SEARCH_TASKS = 8000
 """Tasks that are timed in all while the best orders are improved."""
+
+SEARCHED_TASKS = 150
+"""The largest problem whose orders are improved."""
 
 SEARCHED_ORDERS = 3
 MAX_RULES = 46
@@ -73,7 +76,7 @@ def make_schedule(problem: Problem) -> Schedule:
             break
     found.sort(key=lambda s: (s.blocked is not None, -len(s.order), s.seconds))
     best = found[0]
-    if best.blocked is None and best.seconds > bound_s and len(tasks) <= RULE_TASKS // 2:
+    if best.blocked is None and best.seconds > bound_s and len(tasks) <= SEARCHED_TASKS:
         return _improve(problem, found, bound_s)
     return best
 

@@ -4,6 +4,8 @@ Every way keeps this: as long as a model-stage has state of its own, an intact c
 every moment, in every order that the units allow. A copy is destroyed at once only if another one
 stays until its replacement is there.
 """
+# pyright: reportUnknownMemberType=false
+# (numpy's own types of `flatnonzero`, `sort` and `argsort` are partly unknown.)
 
 import dataclasses
 
@@ -27,6 +29,7 @@ from nereus_jax.planning.unit_layouts import (
     same_rows,
     spread,
     whole,
+    without,
 )
 
 
@@ -107,7 +110,7 @@ class Change:
         # Other bytes: it shared another model-stage's arrays, or will share them.
         if old.degrees == new.degrees and old.device_bytes == new.device_bytes:
             kept = same_rows(old.rows, new.rows, ground.num_devices)
-        if grouped and not np.array_equal(old.rows, new.rows):
+        if grouped and (old.rows.shape != new.rows.shape or (old.rows != new.rows).any()):
             kept = none  # the optimizer's tensors are cut by the whole placement
         intact = whole(old.rows, ground.alive)
         leaves = np.ones(len(old.rows), np.bool_)
@@ -230,7 +233,7 @@ def lean(change: Change) -> Draft:
         new_of = owner(change.new.rows, change.ground.num_devices)
         shared = (new_of[change.old.rows[change.usable]] >= 0).sum(axis=1)
         source = change.usable[shared.argmin()][None]
-    build.destroy(old[np.setdiff1d(change.changed, source)])
+    build.destroy(old[without(change.changed, source)])
     _reshard(change, build, source, old, new)
     final = change.final(old, new)
     return build.draft(Way.LEAN, old, final, "frees all copies but one before any moves")
@@ -246,7 +249,7 @@ def parked(change: Change) -> Draft:
         build.unpark(Some.together(waiting), Some.together(new), after_all=False)
     else:
         copy = change.usable[:1]
-        build.destroy(old[np.setdiff1d(change.changed, copy)])
+        build.destroy(old[without(change.changed, copy)])
         waiting = build.add(dataclasses.replace(family, rows=family.rows[copy]))
         build.park(Some.each(old[copy]), Some.each(waiting))
         _unpark_one(build, waiting, new[change.wanted])

@@ -10,6 +10,7 @@ Legend of shapes: E entries (an operation's device), O operations, R ranks of a 
 # (numpy's own types of `searchsorted`, `unique` and `reduceat` are partly unknown.)
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -23,6 +24,7 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 Axes = tuple[str, ...]
+MeshShape = tuple[int, ...]
 Dim = tuple[int, Axes, Axes]
 """Extent of a dim, and the mesh axes that it is split over at the source and at the target."""
 
@@ -123,33 +125,45 @@ class Entries:
     rank: Ints
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Moved:
-    """What operations move; per operation [O].
+    """What operations move.
 
     Attributes:
-      local: bytes copied inside devices (a block that is handed on whole is not copied).
-      intra_node, inter_node: bytes between devices.
-      receive_intra_node, receive_inter_node: the most that one device receives.
-      local_max: the most that one device copies.
+      table: [6, O], the properties in their order.
     """
 
-    local: Floats
-    intra_node: Floats
-    inter_node: Floats
-    receive_intra_node: Floats
-    receive_inter_node: Floats
-    local_max: Floats
+    table: Floats
 
-    def table(self) -> Floats:
-        """[6, O] all of them, in the order of the attributes."""
-        return np.stack([getattr(self, field.name) for field in dataclasses.fields(self)])
+    @property
+    def local(self) -> Floats:
+        """[O] bytes copied inside devices; a block that is handed on whole is not copied."""
+        return self.table[0]
 
-    @classmethod
-    def of(cls, table: Floats) -> "Moved":
-        """Of what `table` gave."""
-        names = (field.name for field in dataclasses.fields(cls))
-        return cls(**dict(zip(names, table, strict=True)))
+    @property
+    def intra_node(self) -> Floats:
+        """[O] bytes between devices of a node."""
+        return self.table[1]
+
+    @property
+    def inter_node(self) -> Floats:
+        """[O] bytes between nodes."""
+        return self.table[2]
+
+    @property
+    def receive_intra_node(self) -> Floats:
+        """[O] the most that one device receives from its node."""
+        return self.table[3]
+
+    @property
+    def receive_inter_node(self) -> Floats:
+        """[O] the most that one device receives from other nodes."""
+        return self.table[4]
+
+    @property
+    def local_max(self) -> Floats:
+        """[O] the most that one device copies."""
+        return self.table[5]
 
 
 class Recut:
@@ -204,14 +218,15 @@ class Recut:
         near = np.maximum(lacking - share, 0.0)
         wire = np.bincount(targets.operation, lacking, num_operations)
         first = np.searchsorted(targets.operation, np.arange(num_operations))
-        return Moved(
-            local=np.bincount(targets.operation, local, num_operations),
-            intra_node=wire - inter,
-            inter_node=inter,
-            receive_intra_node=np.maximum.reduceat(near, first),
-            receive_inter_node=np.maximum.reduceat(share, first),
-            local_max=np.maximum.reduceat(local, first),
+        columns = (
+            np.bincount(targets.operation, local, num_operations),
+            wire - inter,
+            inter,
+            np.maximum.reduceat(near, first),
+            np.maximum.reduceat(share, first),
+            np.maximum.reduceat(local, first),
         )
+        return Moved(np.array(columns))
 
     def moved_alike(
         self, source_rows: Ints, target_rows: Ints, node: Ints, num_operations: int
@@ -240,13 +255,15 @@ class Recut:
                 entries = Entries(
                     operation=np.repeat(np.arange(len(fresh)), width),
                     device=rows[fresh].ravel(),
-                    rank=np.tile(np.arange(ranks), len(fresh) * (width // ranks)),
+                    rank=np.arange(len(fresh) * width) % ranks,
                 )
                 ends.append(entries)
-            table = self.moved(ends[0], ends[1], node, len(fresh)).table()
+            table = self.moved(ends[0], ends[1], node, len(fresh)).table
             for column, i in enumerate(fresh.tolist()):
                 self._known[patterns[i].tobytes()] = table[:, column]
-        return Moved.of(np.stack([self._known[key] for key in keys], axis=1)[:, kind])
+        if len(keys) == 1:
+            return Moved(np.repeat(self._known[keys[0]][:, None], num_operations, axis=1))
+        return Moved(np.stack([self._known[key] for key in keys], axis=1)[:, kind])
 
     def _products(self, lengths: Ints) -> Ints:
         """Bytes of all leaves, from the lengths [D, ...] of something along every dim."""
@@ -371,6 +388,12 @@ class Recut:
         return overlap
 
 
+@functools.lru_cache(maxsize=512)
+def recut(classes: tuple[LeafClass, ...], source: MeshShape, target: MeshShape) -> Recut:
+    """The table of moves between two meshes; a job asks for the same ones again and again."""
+    return Recut(classes, Cut(source), Cut(target))
+
+
 class _Positions:
     """How one end cuts all dims: positions [D, R], lengths of blocks [D, 1], numbers of them."""
 
@@ -422,7 +445,14 @@ def _patterns(sources: Ints, targets: Ints, node: Ints) -> Ints:
 
 def _kinds(patterns: Ints) -> tuple[Ints, Ints]:
     """One operation of each pattern, and the pattern of each operation."""
-    if (patterns == patterns[0]).all():
-        return np.zeros(1, np.int64), np.zeros(len(patterns), np.int64)
-    _, chosen, kind = np.unique(patterns, axis=0, return_index=True, return_inverse=True)
+    if len(patterns) == 1:
+        return np.zeros(1, np.int64), np.zeros(1, np.int64)
+    mixed = patterns @ _MIX[np.arange(patterns.shape[1]) % len(_MIX)]
+    _, chosen, kind = np.unique(mixed, return_index=True, return_inverse=True)
+    if not (patterns == patterns[chosen][kind]).all():  # two patterns with one sum: all but never
+        _, chosen, kind = np.unique(patterns, axis=0, return_index=True, return_inverse=True)
     return chosen, kind.reshape(-1)
+
+
+_MIX = np.cumprod(np.full(1024, 6364136223846793005, np.int64))
+"""Odd numbers (Knuth's multiplier and its powers, modulo 2**64): weights of a row's sum."""

@@ -51,6 +51,20 @@ def same_rows(old: Ints, new: Ints, num_devices: int) -> Ints:
     return np.where((found >= 0) & (old[found] == new).all(axis=1), found, -1)
 
 
+def without(numbers: Ints, some: Ints) -> Ints:
+    """Those of some numbers, all at least 0, that are not among others."""
+    if not len(some) or not len(numbers):
+        return numbers
+    listed = np.zeros(int(max(numbers.max(), some.max())) + 1, np.bool_)
+    listed[some] = True
+    return numbers[~listed[numbers]]
+
+
+def distinct(numbers: Ints) -> Ints:
+    """Each number once, ascending; all are at least 0."""
+    return np.flatnonzero(np.bincount(numbers)) if len(numbers) else numbers
+
+
 def owner(rows: Ints, num_devices: int) -> Ints:
     """For each device the row that it is in, or -1."""
     table = np.full(num_devices, -1, np.int64)
