@@ -1,0 +1,209 @@
+# pyright: reportUnknownMemberType=false
+# (some of numpy's overloads have unknown parts)
+"""The memory model: bytes of a model-stage on each of its devices, by kind, for many candidates.
+
+State and arguments are exact. What a program needs on top while it runs follows from the shapes of
+what it keeps (`memory_terms`), and from coefficients that say how many such arrays XLA holds at a
+time: one set for each backend, learned from compiled programs (`benchmarks/memory_model`). A
+measured peak corrects them further. Everything here is modelled, and nothing is allocated.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from nereus_jax.core.architectures import DecoderConfig, Head
+from nereus_jax.core.roles import ModelStage, Role, Stage
+from nereus_jax.planning.candidates import Candidates
+from nereus_jax.planning.memory_coefficients import COEFFICIENTS, Coefficients
+from nereus_jax.planning.memory_decode import decode_bytes
+from nereus_jax.planning.memory_state import Floats, state_bytes
+from nereus_jax.planning.memory_terms import Terms
+from nereus_jax.planning.workload import Workload
+
+PLACED_ARRAYS = 3
+"""Float32 arrays that an objective reads beside the tokens: weights, old log-probabilities or
+values, advantages or returns."""
+TOKEN_CHUNK = 1024
+"""Tokens whose logits exist at a time, as the configuration has it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class StageMemory:
+    """Bytes of a model-stage on each of its devices, [C] each, modelled.
+
+    Attributes:
+      parameters: weights.
+      optimizer: moments and counters.
+      inputs: arguments of a program beside the state.
+      results: what it returns that takes no argument's place.
+      gradients: of a program at its peak, as all that follows.
+      activations: what layers keep, and what one layer works with.
+      logits: of a chunk, with what is computed from it.
+      kv_cache: keys and values of the rows that are decoded.
+    """
+
+    parameters: Floats
+    optimizer: Floats
+    inputs: Floats
+    results: Floats
+    gradients: Floats
+    activations: Floats
+    logits: Floats
+    kv_cache: Floats
+
+    @property
+    def held_bytes(self) -> Floats:
+        """[C] what stays between the programs."""
+        return self.parameters + self.optimizer
+
+    @property
+    def argument_bytes(self) -> Floats:
+        """[C] what the largest program is given."""
+        return self.held_bytes + self.inputs
+
+    @property
+    def temporary_bytes(self) -> Floats:
+        """[C] what it needs on top."""
+        return self.gradients + self.activations + self.logits + self.kv_cache
+
+    @property
+    def working_bytes(self) -> Floats:
+        """[C] what is needed on top of the held bytes while it runs."""
+        return self.inputs + self.results + self.temporary_bytes
+
+    def at(self, index: int) -> dict[str, float]:
+        """The bytes of one candidate by kind, without what is not there."""
+        kinds = {f.name: float(getattr(self, f.name)[index]) for f in dataclasses.fields(self)}
+        return {kind: size for kind, size in kinds.items() if size > 0}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryModel:
+    """How programs use memory on a backend.
+
+    Attributes:
+      coefficients: of the backend.
+      corrections: by stage, what temporaries are multiplied with after peaks were measured.
+      token_chunk: tokens whose logits exist at a time.
+    """
+
+    coefficients: Coefficients = COEFFICIENTS["gpu"]
+    corrections: Mapping[Stage, float] = dataclasses.field(default_factory=dict[Stage, float])
+    token_chunk: int = TOKEN_CHUNK
+
+    @property
+    def reserved_bytes(self) -> float:
+        """Of a device, before any model: what the backend and its communicators take."""
+        return self.coefficients.reserved_bytes
+
+    def stage_memory(
+        self,
+        model: DecoderConfig,
+        head: Head,
+        model_stage: ModelStage,
+        workload: Workload,
+        candidates: Candidates,
+        *,
+        param_dtype: str = "float32",
+        compute_dtype: str = "bfloat16",
+    ) -> StageMemory:
+        """The bytes of a model-stage.
+
+        Args:
+          model: its sizes.
+          head: what it ends in.
+          model_stage: which.
+          workload: of a step.
+          candidates: layouts, microbatches and memory choices.
+          param_dtype: of the master weights and moments of TRAIN.
+          compute_dtype: of activations, and of the weights of GENERATE and SCORE.
+        """
+        train = model_stage.stage is Stage.TRAIN
+        dtype = param_dtype if train else compute_dtype
+        state = state_bytes(
+            model.spec(head, dtype), dtype, candidates, model.num_kv_heads, train=train
+        )
+        terms = Terms(
+            model=model,
+            head=head,
+            workload=workload,
+            candidates=candidates,
+            param_dtype=dtype,
+            compute_dtype=compute_dtype,
+            token_chunk=self.token_chunk,
+        )
+        if train:
+            parts = _train_bytes(terms, self.coefficients)
+        elif model_stage.stage is Stage.SCORE:
+            parts = _score_bytes(terms, self.coefficients, model_stage.role)
+        else:
+            parts = decode_bytes(terms, self.coefficients)
+        nothing = np.zeros(len(candidates))
+        factor = self.corrections.get(model_stage.stage, 1.0)
+        kinds = {
+            kind: factor * parts.get(kind, nothing)
+            for kind in ("gradients", "activations", "logits", "kv_cache")
+        }
+        return StageMemory(
+            parameters=state.parameters,
+            optimizer=state.optimizer,
+            inputs=parts["inputs"],
+            results=parts.get("results", nothing),
+            **kinds,
+        )
+
+    def corrected(
+        self, stage: Stage, predicted_bytes: float, measured_bytes: float
+    ) -> "MemoryModel":
+        """Learns from a measured peak of temporaries.
+
+        A peak above the prediction counts at once and in full, because the next step may need it;
+        one below moves the correction half way, because what was measured may not be the worst.
+
+        Args:
+          stage: whose program it was.
+          predicted_bytes: temporaries as this model has them, corrections included; above 0.
+          measured_bytes: what they were.
+        """
+        ratio = measured_bytes / predicted_bytes
+        factor = ratio if ratio > 1.0 else ratio**0.5
+        old = self.corrections.get(stage, 1.0)
+        return dataclasses.replace(self, corrections={**self.corrections, stage: old * factor})
+
+
+def _train_bytes(terms: Terms, coefficients: Coefficients) -> dict[str, Floats]:
+    c, candidates = coefficients.train, terms.candidates
+    sums = c.gradients + np.where(candidates.accumulation > 1, c.accumulated, 0.0)
+    gradients = (sums + np.where(terms.piped, c.piped, 0.0)) * terms.param_bytes
+    recomputed = np.where(candidates.remat, c.recomputed * terms.kept_by_layer, 0.0)
+    layer = recomputed + c.scores * terms.scores + c.streams * terms.stream
+    layer = layer + c.layer_weights * terms.layer_weight_bytes
+    logits = c.logits * terms.logits + c.head_weight * terms.head_weight
+    kept = terms.kept + c.ticks * terms.tick_stream + c.flush * terms.flush_stream
+    return {
+        "inputs": terms.input_bytes(PLACED_ARRAYS),
+        "gradients": gradients,
+        # The head's backward pass comes before that of the layers: the larger of the two counts.
+        "activations": kept + np.where(layer >= logits, layer, 0.0),
+        "logits": np.where(layer >= logits, 0.0, logits),
+    }
+
+
+def _score_bytes(terms: Terms, coefficients: Coefficients, role: Role) -> dict[str, Floats]:
+    c = coefficients.score
+    blocks = c.blocks * terms.queries if terms.in_blocks else 0.0
+    attention = c.scores * terms.scores + c.many_scores * terms.many_scores + blocks
+    mlp = c.mlp * terms.mlp + c.mlp_streams * terms.stream
+    layer = np.maximum(attention, mlp) + c.streams * terms.stream
+    layer = layer + c.layer_weights * terms.layer_weight_bytes
+    hidden = c.hidden * terms.stream * terms.candidates.microbatches
+    logits = hidden + c.logits * terms.logits + c.head_weight * terms.head_weight
+    scalar = role in (Role.CRITIC, Role.REWARD)
+    return {
+        "inputs": terms.input_bytes(0),
+        "results": terms.output_bytes(1 if scalar else 2),
+        "activations": c.flush * terms.flush_stream + np.where(layer >= logits, layer, 0.0),
+        "logits": np.where(layer >= logits, 0.0, logits),
+    }

@@ -1,0 +1,191 @@
+"""How many arrays of each kind XLA holds at a time: what the memory model multiplies terms with.
+
+Learned from compiled programs by `benchmarks/memory_model/fit.py`, which prints the table below.
+The terms that are not here (what layers keep for the backward pass) count once.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainCoefficients:
+    """Of an update; each is a number of arrays of its kind.
+
+    Attributes:
+      gradients: of all parameters, in their dtype.
+      accumulated: more of them where several flushes add up.
+      piped: more of them with a pipeline, whose ticks add up.
+      recomputed: of what a layer keeps, where it is recomputed.
+      scores: attention scores, beside those that are kept.
+      streams: [tokens, D] of a microbatch.
+      layer_weights: of one layer.
+      logits: of one chunk.
+      head_weight: the vocabulary projection in float32.
+      ticks: [tokens, D] of all ticks of a pipeline flush.
+      flush: [tokens, D] of all microbatches of a pipeline flush.
+    """
+
+    gradients: float
+    accumulated: float
+    piped: float
+    recomputed: float
+    scores: float
+    streams: float
+    layer_weights: float
+    logits: float
+    head_weight: float
+    ticks: float
+    flush: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreCoefficients:
+    """Of a SCORE pass; attention and feed-forward do not run at the same time.
+
+    Attributes:
+      scores: attention scores.
+      many_scores: more of them in large softmaxes (`Terms.many_scores`).
+      blocks: queries of a microbatch, where attention goes block by block.
+      mlp: [tokens, F] of a microbatch.
+      mlp_streams: [tokens, D] beside them.
+      streams: [tokens, D] throughout.
+      layer_weights: of one layer.
+      hidden: [tokens, D] of a flush, while logits are computed.
+      logits: of one chunk.
+      head_weight: the vocabulary projection in float32.
+      flush: [tokens, D] of all microbatches of a pipeline flush.
+    """
+
+    scores: float
+    many_scores: float
+    blocks: float
+    mlp: float
+    mlp_streams: float
+    streams: float
+    layer_weights: float
+    hidden: float
+    logits: float
+    head_weight: float
+    flush: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateCoefficients:
+    """Of generation; prefill and decode steps do not run at the same time.
+
+    Attributes:
+      cache: the KV cache.
+      layer_weights: of one layer.
+      scores: attention scores of a prefill microbatch.
+      mlp: [tokens, F] of it.
+      streams: [tokens, D] of it.
+      prompt_cache: its keys and values, all layers.
+      cache_read: keys and values of one layer that a decode step reads.
+      logits: of a decode step.
+    """
+
+    cache: float
+    layer_weights: float
+    scores: float
+    mlp: float
+    streams: float
+    prompt_cache: float
+    cache_read: float
+    logits: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Coefficients:
+    """Of one backend.
+
+    Attributes:
+      reserved_bytes: of a device, what the backend itself takes: its context, its communicators.
+    """
+
+    train: TrainCoefficients
+    score: ScoreCoefficients
+    generate: GenerateCoefficients
+    reserved_bytes: float
+
+
+COEFFICIENTS: Mapping[str, Coefficients] = {
+    "cpu": Coefficients(
+        train=TrainCoefficients(
+            gradients=1.817,
+            accumulated=0.371,
+            piped=0.102,
+            recomputed=0.159,
+            scores=3.358,
+            streams=5.325,
+            layer_weights=0.220,
+            logits=3.749,
+            head_weight=0.055,
+            ticks=3.803,
+            flush=0.170,
+        ),
+        score=ScoreCoefficients(
+            scores=2.081,
+            many_scores=0.982,
+            blocks=2.623,
+            mlp=1.141,
+            mlp_streams=1.711,
+            streams=1.176,
+            layer_weights=0.879,
+            hidden=0.795,
+            logits=1.449,
+            head_weight=0.556,
+            flush=2.265,
+        ),
+        generate=GenerateCoefficients(
+            cache=1.0,
+            layer_weights=1.0,
+            scores=2.0,
+            mlp=2.0,
+            streams=2.0,
+            prompt_cache=2.0,
+            cache_read=1.0,
+            logits=2.0,
+        ),
+        reserved_bytes=0.0,
+    ),
+    "gpu": Coefficients(
+        train=TrainCoefficients(
+            gradients=0.655,
+            accumulated=1.014,
+            piped=0.939,
+            recomputed=1.000,
+            scores=1.838,
+            streams=1.838,
+            layer_weights=0.933,
+            logits=4.055,
+            head_weight=4.238,
+            ticks=1.424,
+            flush=0.804,
+        ),
+        score=ScoreCoefficients(
+            scores=2.366,
+            many_scores=0.0,
+            blocks=2.036,
+            mlp=2.000,
+            mlp_streams=2.000,
+            streams=1.018,
+            layer_weights=0.010,
+            hidden=1.135,
+            logits=2.179,
+            head_weight=1.210,
+            flush=3.147,
+        ),
+        generate=GenerateCoefficients(
+            cache=1.0,
+            layer_weights=0.0,
+            scores=2.0,
+            mlp=2.0,
+            streams=2.0,
+            prompt_cache=1.0,
+            cache_read=1.0,
+            logits=2.0,
+        ),
+        reserved_bytes=1.0 * 2**30,
+    ),
+}

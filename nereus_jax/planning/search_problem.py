@@ -1,0 +1,197 @@
+# pyright: reportUnknownMemberType=false
+# (some of numpy's overloads have unknown parts)
+"""What is to be planned, and the prices of its candidates: seconds and bytes."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import numpy as np
+
+from nereus_jax.core.architectures import DecoderConfig, Head
+from nereus_jax.core.emu_spec import DTYPE_BYTES
+from nereus_jax.core.errors import ConfigError
+from nereus_jax.core.hardware import Hardware
+from nereus_jax.core.roles import ModelStage, Role, Stage
+from nereus_jax.core.workflow import StageCall, Workflow
+from nereus_jax.planning.calibration import Efficiencies, OperationClass
+from nereus_jax.planning.candidates import Candidates, enumerate_candidates
+from nereus_jax.planning.cost import StageCost, stage_seconds
+from nereus_jax.planning.cost_step import edge_seconds
+from nereus_jax.planning.cost_terms import Prices, total_s
+from nereus_jax.planning.frontier import Floats, StageOptions
+from nereus_jax.planning.memory import MemoryModel, StageMemory
+from nereus_jax.planning.workload import Workload
+
+HEADROOM = 0.10
+"""Share of a device's memory that a plan leaves free: for what the model of memory misses, and for
+longer rows before a new plan is in place."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanProblem:
+    """A job to find plans for.
+
+    Attributes:
+      workflow: order of a step.
+      models: sizes by role, of every role in the workflow.
+      workload: of a step.
+      hardware: of the devices.
+      num_devices: of the pool.
+      efficiencies: what is reached of the hardware's peaks.
+      memory: how programs use memory.
+      param_dtype: of the master weights.
+      compute_dtype: of activations, and of the weights of GENERATE and SCORE.
+      park: idle model-stages may wait in the host's memory.
+      tp_across_nodes: tensor parallelism may use the slow links.
+    """
+
+    workflow: Workflow
+    models: Mapping[Role, DecoderConfig]
+    workload: Workload
+    hardware: Hardware
+    num_devices: int
+    efficiencies: Efficiencies = dataclasses.field(default_factory=Efficiencies.prior)
+    memory: MemoryModel = dataclasses.field(default_factory=MemoryModel)
+    param_dtype: str = "float32"
+    compute_dtype: str = "bfloat16"
+    park: bool = True
+    tp_across_nodes: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_devices < 1:
+            raise ConfigError(f"devices: at least 1 is needed to plan, got {self.num_devices}")
+        missing = {s.role for s in self.workflow.model_stages} - set(self.models)
+        if missing:
+            raise ConfigError(
+                f"models: the workflow {self.workflow.name} has the roles "
+                f"{', '.join(sorted(missing))} without a model; give their sizes"
+            )
+
+    @property
+    def limit_bytes(self) -> float:
+        """What plans may use of a device."""
+        usable = self.hardware.memory_bytes * (1.0 - HEADROOM)
+        return usable - self.memory.reserved_bytes
+
+    def head(self, model_stage: ModelStage) -> Head:
+        """What its model ends in."""
+        return Head.SCALAR if model_stage.role in (Role.CRITIC, Role.REWARD) else Head.LM
+
+    def calls(self, model_stage: ModelStage) -> int:
+        """How often a step calls it."""
+        calls = [c for c in self.workflow.calls if isinstance(c, StageCall)]
+        return sum(c.model_stage == model_stage for c in calls)
+
+    def waves(self) -> list[list[ModelStage]]:
+        """The model-stages of every wave that has any, each in the first one that calls it."""
+        seen: set[ModelStage] = set()
+        waves: list[list[ModelStage]] = []
+        for wave in self.workflow.waves():
+            stages = [c.model_stage for c in wave if isinstance(c, StageCall)]
+            stages = [s for s in dict.fromkeys(stages) if s not in seen]
+            seen.update(stages)
+            if stages:
+                waves.append(stages)
+        return waves
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PricedStage:
+    """A model-stage's candidates with all that is known of them.
+
+    Attributes:
+      options: what the search needs.
+      cost: seconds of one call, by operation class.
+      edge_s: [C] of the weight edge to it, once a step.
+      memory: bytes by kind.
+    """
+
+    options: StageOptions
+    cost: StageCost
+    edge_s: Floats
+    memory: StageMemory
+
+
+class Pricer:
+    """Prices model-stages; those that do the same with the same model are priced once."""
+
+    def __init__(self, problem: PlanProblem) -> None:
+        self._problem = problem
+        self._priced: dict[tuple[object, ...], PricedStage] = {}
+
+    def price(self, stage: ModelStage) -> PricedStage:
+        """The prices of a model-stage's candidates."""
+        p = self._problem
+        has_edge = any(e.target == stage for e in p.workflow.weight_edges)
+        # Rewards come from the last token alone, which changes neither seconds nor bytes by much.
+        key = stage.stage, p.models[stage.role], p.head(stage), has_edge, p.calls(stage)
+        if key not in self._priced:
+            self._priced[key] = self._price(stage, has_edge)
+        same = self._priced[key]
+        options = dataclasses.replace(same.options, model_stage=stage)
+        return dataclasses.replace(same, options=options)
+
+    @functools.cached_property
+    def _prices(self) -> Prices:
+        p = self._problem
+        return Prices(hardware=p.hardware, efficiencies=p.efficiencies, dtype=p.compute_dtype)
+
+    def _price(self, stage: ModelStage, has_edge: bool) -> PricedStage:
+        p = self._problem
+        model, head = p.models[stage.role], p.head(stage)
+        candidates = enumerate_candidates(
+            model,
+            stage,
+            p.workload,
+            p.hardware,
+            p.num_devices,
+            tp_across_nodes=p.tp_across_nodes,
+        )
+        cost = stage_seconds(
+            model,
+            head,
+            stage,
+            p.workload,
+            p.hardware,
+            p.efficiencies,
+            candidates,
+            dtype=p.compute_dtype,
+        )
+        memory = p.memory.stage_memory(
+            model,
+            head,
+            stage,
+            p.workload,
+            candidates,
+            param_dtype=p.param_dtype,
+            compute_dtype=p.compute_dtype,
+        )
+        edge_s = self._edge_s(model, head, candidates) if has_edge else np.zeros(len(candidates))
+        park_s = self._park_s(memory.held_bytes, stage) if p.park else None
+        options = StageOptions(
+            model_stage=stage,
+            candidates=candidates,
+            seconds=cost.total_s * p.calls(stage) + edge_s,
+            held_bytes=memory.held_bytes,
+            working_bytes=memory.working_bytes,
+            park_seconds=park_s,
+        )
+        return PricedStage(options=options, cost=cost, edge_s=edge_s, memory=memory)
+
+    def _edge_s(self, model: DecoderConfig, head: Head, candidates: Candidates) -> Floats:
+        p = self._problem
+        spent = edge_seconds(
+            1.0 * model.num_params(head) * DTYPE_BYTES[p.compute_dtype],
+            self._prices,
+            candidates.pp * candidates.tp,
+            same_node=p.num_devices <= p.hardware.devices_per_node,
+        )
+        return np.broadcast_to(np.asarray(total_s(spent), np.float64), (len(candidates),))
+
+    def _park_s(self, held_bytes: Floats, stage: ModelStage) -> Floats:
+        """Once in and, where the bytes have changed, once out; others have a copy to come from."""
+        p = self._problem
+        ways = 2 if stage.stage is Stage.TRAIN else 1
+        host, reached = p.hardware.host, p.efficiencies[OperationClass.HOST_COPY]
+        return ways * (host.latency_s + held_bytes / host.bytes_per_s) / reached

@@ -1,0 +1,215 @@
+"""Proof by the compiler: the memory of a plan's programs as XLA counts it, nothing allocated.
+
+A candidate's program is built by its engine from abstract shapes and compiled, for this machine's
+devices or for GPUs that are not there (`compile_only_devices`).
+"""
+
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Sequence
+
+import jax
+from jax.experimental import topologies
+
+from nereus_jax.config import OptimizerConfig
+from nereus_jax.core.architectures import DecoderConfig, Head
+from nereus_jax.core.devices import DeviceId, DevicePool
+from nereus_jax.core.errors import ConfigError
+from nereus_jax.core.layout import ParallelLayout
+from nereus_jax.core.plan import Placement
+from nereus_jax.core.roles import ModelStage, Role, Stage
+from nereus_jax.models.sampling import SamplingConfig
+from nereus_jax.planning.workload import Workload
+from nereus_jax.rl.objectives import PolicyObjective, ValueObjective
+from nereus_jax.runtime import emu
+from nereus_jax.runtime.engines.generate import GenerateEngine
+from nereus_jax.runtime.engines.score import ScoreEngine, ScoreKind
+from nereus_jax.runtime.engines.train import TrainEngine
+from nereus_jax.runtime.optimizers import make_optimizer
+from nereus_jax.runtime.programs import Program, ProgramCache
+from nereus_jax.runtime.world import DeviceHandle, World
+
+OPTIMIZER = OptimizerConfig()
+PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+DEVICES_PER_HOST = 8
+# What XLA's compiler wants to know of a GPU; the memory is what XLA has of an 80 GB card.
+H100_TARGET = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132  fpus_per_core: 128  clock_rate_ghz: 1.98
+  threads_per_warp: 32  threads_per_block_limit: 1024  threads_per_core_limit: 2048
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+  shared_memory_per_block: 49152  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  device_memory_size: 84942979072  memory_bandwidth: 3352320000000  l2_cache_size: 52428800
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramChoice:
+    """What a program is compiled for.
+
+    Attributes:
+      model: sizes.
+      model_stage: which.
+      workload: of a step.
+      layout: of the model-stage.
+      microbatch_size: rows; GENERATE: slots.
+      microbatches: of a pipeline flush.
+      remat, zero1: as in `planning.candidates`.
+      param_dtype, compute_dtype: as in the configuration.
+      token_chunk: tokens whose logits exist at a time.
+      prefill_rows: prompts that are in the layers at a time.
+      wide: the program of wide rows, where there is one.
+    """
+
+    model: DecoderConfig
+    model_stage: ModelStage
+    workload: Workload
+    layout: ParallelLayout
+    microbatch_size: int
+    microbatches: int = 1
+    remat: bool = False
+    zero1: bool = False
+    param_dtype: str = "float32"
+    compute_dtype: str = "bfloat16"
+    token_chunk: int = 1024
+    prefill_rows: int = 4
+    wide: bool = False
+
+    @property
+    def head(self) -> Head:
+        """What the model ends in."""
+        scalar = self.model_stage.role in (Role.CRITIC, Role.REWARD)
+        return Head.SCALAR if scalar else Head.LM
+
+
+def has_gpu_compiler() -> bool:
+    """Whether jax's CUDA plugin is installed, which XLA's compiler for GPUs comes with."""
+    return any(importlib.util.find_spec(name) is not None for name in PLUGINS)
+
+
+def compile_only_devices(num_devices: int) -> list[DeviceHandle]:
+    """H100s that are not there: good for meshes, abstract arrays and compiling, not for running.
+
+    Args:
+      num_devices: of them; they come in hosts of 8.
+
+    Raises:
+      ConfigError: XLA's compiler for GPUs is not installed.
+    """
+    if not has_gpu_compiler():
+        raise ConfigError(
+            "--verify=compile needs XLA's compiler for GPUs, which comes with jax's CUDA plugin; "
+            "install the extra gpu-compile: pip install 'nereus_jax[gpu-compile]' (no GPU needed)"
+        )
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # compiling needs no cuDNN and no driver
+    jax.config.update("jax_platforms", "cpu")
+    hosts = -(-num_devices // DEVICES_PER_HOST)
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name="h100",
+        target_config=H100_TARGET,
+        topology=f"1x{hosts}x{DEVICES_PER_HOST}",  # slices x hosts x devices of a host
+    )
+    return list(topology.devices)
+
+
+def compile_program(choice: ProgramChoice, devices: Sequence[DeviceHandle]) -> Program:
+    """The compiled program with its sizes; the first devices are used.
+
+    Args:
+      choice: what for.
+      devices: at least as many as the layout takes.
+    """
+    world = _world(devices[: choice.layout.num_devices])
+    placement = Placement(layout=choice.layout, devices=world.pool.devices)
+    site = emu.make_site(world, choice.model_stage, placement, choice.model.num_kv_heads)
+    stage = choice.model_stage.stage
+    if stage is Stage.GENERATE:
+        return _generate(choice, site)
+    if stage is Stage.SCORE:
+        engine: ScoreEngine | TrainEngine = _score_engine(choice, site)
+        rows = choice.workload.rows
+    else:
+        engine = _train_engine(choice, site)
+        rows = min(choice.workload.minibatch_size, choice.workload.rows)
+    shapes = engine.shapes(rows, choice.workload.row_tokens)
+    return engine.program(shapes[-1] if choice.wide else shapes[0])
+
+
+def _world(devices: Sequence[DeviceHandle]) -> World:
+    ids = tuple(DeviceId(0, i) for i in range(len(devices)))
+    return World(
+        pool=DevicePool(devices=ids),
+        handles=dict(zip(ids, devices, strict=True)),
+        process_index=0,
+        num_processes=1,
+    )
+
+
+def _train_engine(choice: ProgramChoice, site: emu.Site) -> TrainEngine:
+    scalar = choice.head is Head.SCALAR
+    return TrainEngine(
+        config=choice.model,
+        head=choice.head,
+        site=site,
+        param_dtype=choice.param_dtype,
+        compute_dtype=choice.compute_dtype,
+        precision="default",
+        microbatch_size=choice.microbatch_size,
+        flush_microbatches=choice.microbatches,
+        remat=choice.remat,
+        zero1=choice.zero1,
+        temperature=1.0,
+        token_chunk=choice.token_chunk,
+        objective=ValueObjective(value_clip=0.2)
+        if scalar
+        else PolicyObjective(clip=0.2, entropy_coef=0.0),
+        optimizer=make_optimizer(OPTIMIZER, 1),
+        optimizer_key=OPTIMIZER,
+        programs=ProgramCache(),
+    )
+
+
+def _score_engine(choice: ProgramChoice, site: emu.Site) -> ScoreEngine:
+    kinds = {Role.CRITIC: ScoreKind.VALUES, Role.REWARD: ScoreKind.REWARDS}
+    return ScoreEngine(
+        config=choice.model,
+        kind=kinds.get(choice.model_stage.role, ScoreKind.LOGPROBS),
+        site=site,
+        dtype=choice.compute_dtype,
+        precision="default",
+        microbatch_size=choice.microbatch_size,
+        temperature=1.0,
+        token_chunk=choice.token_chunk,
+        programs=ProgramCache(),
+    )
+
+
+def _generate(choice: ProgramChoice, site: emu.Site) -> Program:
+    engine = GenerateEngine(
+        config=choice.model,
+        site=site,
+        dtype=choice.compute_dtype,
+        prefill_rows=choice.prefill_rows,
+        precision="default",
+        max_num_seqs=choice.microbatch_size,
+        programs=ProgramCache(),
+    )
+    workload = choice.workload
+    sampling = SamplingConfig(
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        stop_ids=(0,),
+        pad_id=0,
+        max_tokens=workload.max_response_tokens,
+    )
+    return engine.program(workload.rows, workload.prompt_lengths.max, sampling)
