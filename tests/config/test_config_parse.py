@@ -221,24 +221,8 @@ CROSS_CHECKS: list[tuple[dict[str, Any], list[str]]] = [
         ["algorithm.kl.coef must be > 0"],
     ),
     (
-        {"plan__actor-TRAIN": "dp=3"},
-        ["minibatch_size=16", "3 * 4 = 12", "plan.actor-TRAIN", "work: dp: 2 or 4"],
-    ),
-    (
-        {"train__microbatch_size": 5},
-        ["2 * 5 = 10", "train.microbatch_size: 4 or 8"],
-    ),
-    (
-        {"train__microbatch_size": 16},
-        ["2 * 16 = 32", "dp: 1; train.microbatch_size: 8; algorithm.minibatch_size: 32"],
-    ),
-    (
-        {"plan__actor-TRAIN": "dp=3", "train__microbatch_size": 5},
-        ["3 * 5 = 15", "algorithm.minibatch_size with a rollout.batch_size it divides: 15 or 30"],
-    ),
-    (
-        {"train__pipeline_microbatches": 3},
-        ["pipeline_microbatches=3", "4 microbatches", "plan.critic-TRAIN", "2 or 4, or 0"],
+        {"plan__actor-TRAIN": "dp=17"},
+        ["plan.actor-TRAIN: dp=17 replicas", "minibatch_size=16 rows", "at most dp=16"],
     ),
     ({"plan__actor-GENERATE": "dp=1,tp=3"}, ["plan.actor-GENERATE: tp=3", "4 query heads"]),
     ({"plan__critic-TRAIN": "pp=3"}, ["plan.critic-TRAIN: pp=3", "2 layers"]),
