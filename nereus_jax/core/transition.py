@@ -10,10 +10,13 @@ in that order. Operations on other devices run at the same time, as far as edges
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar, cast, overload
 
 from nereus_jax.core.devices import DeviceId
 from nereus_jax.core.roles import ModelStage
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,6 +198,56 @@ class Choice:
     reason: str
 
 
+class Later(Sequence[T]):
+    """A tuple that is made when somebody first looks into it.
+
+    Whoever only asks what a transition costs needs none of its thousands of operations.
+
+    Args:
+      make: gives the elements; called at most once.
+    """
+
+    def __init__(self, make: Callable[[], Iterable[T]]) -> None:
+        self._make: Callable[[], Iterable[T]] | None = make
+        self._values: tuple[T, ...] = ()
+
+    def made(self) -> tuple[T, ...]:
+        """The elements."""
+        if self._make is not None:
+            self._values = tuple(self._make())
+            self._make = None
+        return self._values
+
+    def __len__(self) -> int:
+        return len(self.made())
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        return self.made()[index]
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self.made())
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Later):
+            return self.made() == cast("Later[object]", other).made()
+        return self.made() == other
+
+    def __hash__(self) -> int:
+        return hash(self.made())
+
+    def __repr__(self) -> str:
+        return repr(self.made())
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return tuple, (self.made(),)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransitionGraph:
     """All operations of a transition, in dispatch order, which is a topological order.
@@ -221,7 +274,7 @@ class TransitionGraph:
       lost: devices that are gone; nothing can be read from them.
     """
 
-    operations: tuple[Operation, ...]
+    operations: Sequence[Operation]
     data_edges: tuple[tuple[int, ...], ...]
     resource_edges: tuple[tuple[int, ...], ...]
     local_order: tuple[int, ...]
@@ -230,8 +283,8 @@ class TransitionGraph:
     transition_s: float
     exposed_compile_s: float
     critical_path: tuple[int, ...]
-    initial_units: tuple[Unit, ...]
-    final_units: tuple[Unit, ...]
+    initial_units: Sequence[Unit]
+    final_units: Sequence[Unit]
     initial_bytes: tuple[int, ...]
     devices: tuple[DeviceId, ...]
     capacity_bytes: tuple[int, ...]

@@ -3,6 +3,8 @@
 Source: Nereus, arXiv 2609.34645, on Elastic Model Units. Departure from it: degrees need not be
 powers of two; T_sub has the greatest common divisors of the degrees.
 """
+# pyright: reportUnknownMemberType=false
+# (numpy's own type of `flatnonzero` is partly unknown.)
 
 import dataclasses
 

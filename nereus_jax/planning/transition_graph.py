@@ -112,7 +112,8 @@ class _Pool:
         every = [d for plan in plans for p in plan.placements.values() for d in p.devices]
         codes = np.array([d.host << 32 | d.index for d in every], np.int64)  # order (host, index)
         _, first, index = np.unique(codes, return_index=True, return_inverse=True)
-        devices = tuple([every[i] for i in first.tolist()])
+        places: list[int] = first.tolist()
+        devices = tuple([every[i] for i in places])
         node = np.array([d.host if nodes is None else nodes[d] for d in devices], np.int64)
         names, numbered = np.unique(node, return_inverse=True)
         rows: list[dict[ModelStage, Ints]] = []

@@ -1,4 +1,6 @@
 """From a schedule to the values that are executed: units, operations, the graph."""
+# pyright: reportUnknownMemberType=false
+# (numpy's own type of `flatnonzero` is partly unknown.)
 
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
@@ -7,8 +9,16 @@ import numpy as np
 
 from nereus_jax.core.devices import DeviceId
 from nereus_jax.core.errors import InfeasiblePlanError
-from nereus_jax.core.transition import LinkBytes, Operation, OperationKind, TransitionGraph, Unit
-from nereus_jax.planning.transition_draft import Ground, link_bytes
+from nereus_jax.core.roles import ModelStage
+from nereus_jax.core.transition import (
+    Later,
+    LinkBytes,
+    Operation,
+    OperationKind,
+    TransitionGraph,
+    Unit,
+)
+from nereus_jax.planning.transition_draft import Draft, Ground, link_bytes
 from nereus_jax.planning.transition_ladder import Ladder
 from nereus_jax.planning.transition_problem import Problem
 from nereus_jax.planning.transition_schedule import Schedule, lowest_free_bytes, resource_edges
@@ -27,7 +37,9 @@ def make_graph(
       InfeasiblePlanError: parked units do not fit into the memory of a host.
     """
     drafts = [ladder.draft for ladder in ladders]
-    units = _units(problem, ladders, ground.devices)
+    model_stages = [ladder.model_stage for ladder in ladders]
+    # Values are made when they are looked at; whoever asks for a price needs none of them.
+    units = Later(lambda: _units(drafts, model_stages, ground.devices))
     _check_hosts(problem, ladders, ground)
     place = {task: n for n, task in enumerate(schedule.order)}
     waits = resource_edges(problem, schedule)
@@ -42,7 +54,7 @@ def make_graph(
     alive = np.flatnonzero(ground.alive)
     budget = ground.budget
     return TransitionGraph(
-        operations=tuple(_operations(problem, schedule, ladders, units)),
+        operations=Later(lambda: _operations(problem, schedule, drafts, model_stages, units)),
         data_edges=tuple(edges[0]),
         resource_edges=tuple(edges[1]),
         local_order=schedule.order,
@@ -51,8 +63,8 @@ def make_graph(
         transition_s=schedule.seconds + budget.compile_s,
         exposed_compile_s=budget.compile_s,
         critical_path=_critical_path(problem, schedule, edges),
-        initial_units=tuple([units[u] for u in initial]),
-        final_units=tuple([units[u] for u in final]),
+        initial_units=Later(lambda: [units[u] for u in initial]),
+        final_units=Later(lambda: [units[u] for u in final]),
         initial_bytes=tuple([problem.family_of[u].device_bytes for u in initial]),
         devices=tuple([ground.devices[i] for i in alive.tolist()]) if lost else ground.devices,
         capacity_bytes=tuple(ground.capacity[alive].tolist()),
@@ -62,18 +74,23 @@ def make_graph(
     )
 
 
-def _units(problem: Problem, ladders: Sequence[Ladder], devices: Sequence[DeviceId]) -> list[Unit]:
+def _units(
+    drafts: Sequence[Draft], model_stages: Sequence[ModelStage], devices: Sequence[DeviceId]
+) -> list[Unit]:
     """All units of a problem as values, by number."""
     units: list[Unit] = []
-    for ladder in ladders:
-        for family in ladder.draft.families:
+    for model_stage, draft in zip(model_stages, drafts, strict=True):
+        for family in draft.families:
             tp, pp, parked = family.tp, family.pp, family.parked
-            for row in family.rows.tolist():
+            rows: list[list[int]] = family.rows.tolist()
+            for row in rows:
                 # itemgetter makes the tuple in C, but gives a single device bare.
-                placed = itemgetter(*row)(devices) if len(row) > 1 else (devices[row[0]],)
+                placed: tuple[DeviceId, ...] = (
+                    itemgetter(*row)(devices) if len(row) > 1 else (devices[row[0]],)
+                )
                 units.append(
                     Unit(
-                        model_stage=ladder.model_stage,
+                        model_stage=model_stage,
                         tp=tp,
                         pp=pp,
                         devices=placed,
@@ -84,18 +101,22 @@ def _units(problem: Problem, ladders: Sequence[Ladder], devices: Sequence[Device
 
 
 def _operations(
-    problem: Problem, schedule: Schedule, ladders: Sequence[Ladder], units: Sequence[Unit]
+    problem: Problem,
+    schedule: Schedule,
+    drafts: Sequence[Draft],
+    model_stages: Sequence[ModelStage],
+    units: Sequence[Unit],
 ) -> list[Operation]:
+    units = tuple(units)
     shared: dict[tuple[int, ...], LinkBytes] = {}
     links: dict[int, list[LinkBytes]] = {}
-    for ladder in ladders:
-        for phase in ladder.draft.phases:
+    for draft in drafts:
+        for phase in draft.phases:
             rows = [tuple(row) for row in phase.links.tolist()]
             for row in rows:
                 if row not in shared:
                     shared[row] = link_bytes(row)
             links[id(phase)] = [shared[row] for row in rows]
-    stages = [ladder.model_stage for ladder in ladders]
     family_of = problem.family_of
     operations: list[Operation] = []
     for i in schedule.order:
@@ -104,7 +125,7 @@ def _operations(
         operations.append(
             Operation(
                 kind=phase.kind,
-                model_stage=stages[task.draft],
+                model_stage=model_stages[task.draft],
                 reads=tuple([units[u] for u in task.reads]),
                 consumes=tuple([units[u] for u in consumes]),
                 produces=tuple([units[u] for u in produces]),
