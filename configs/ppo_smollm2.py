@@ -22,12 +22,13 @@ from nereus_jax.config import default_config
 def get_config(model_path: str = "") -> Any:
     """The run on one device; `model_path` is a directory with weights and tokenizer."""
     config = default_config()
-    config.num_steps = 15
+    config.num_steps = 40
 
     config.model.path = model_path
     config.tokenizer.kind = "huggingface"
     config.data.train = config.data.eval = "task:addition"
-    config.data.train_size = 100_000
+    config.data.train_size = 8_000
+    config.data.distinct = True  # there are 9,002, and 996 for evaluation
     config.data.eval_size = 200
     config.data.task_options.digits = 2
     config.data.task_options.min_digits = 1
@@ -48,6 +49,7 @@ def get_config(model_path: str = "") -> Any:
     config.plan["actor-TRAIN"] = "dp=1,pp=1,tp=1"
     config.plan["critic-TRAIN"] = "dp=1,pp=1,tp=1"
 
-    config.eval.every = 15
+    config.eval.every = 8
     config.eval.num_prompts = 200
+    config.eval.greedy = True
     return config

@@ -312,6 +312,8 @@ class EvalConfig:
     """Prompts per evaluation."""
     temperature: NonNegativeFloat = 1.0
     """Logits are divided by it; 0: greedy."""
+    greedy: bool = False
+    """Whether the same prompts are also answered with the likeliest tokens."""
     batch_size: NonNegativeInt = 0
     """Prompts generated at once; 0: `rollout.batch_size`."""
 

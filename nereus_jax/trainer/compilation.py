@@ -52,8 +52,8 @@ def step_recipes(job: Job) -> list[Recipe]:
         recipes.append(job.generate.recipe(prompts, width, job.sampling(GREEDY)))
         recipes += [_first_recipe(reward, prompts, length)] if reward else []
     if config.eval.every:
-        sampling = job.sampling(config.eval.temperature)
-        recipes.append(job.generate.recipe(evaluated, width, sampling))
+        temperatures = (config.eval.temperature, *((GREEDY,) if config.eval.greedy else ()))
+        recipes += [job.generate.recipe(evaluated, width, job.sampling(t)) for t in temperatures]
         recipes += [_first_recipe(reward, evaluated, length)] if reward else []
     recipes += [_first_recipe(job.scores[stage], rows, length) for stage in sorted(job.scores)]
     minibatch = config.algorithm.minibatch_size

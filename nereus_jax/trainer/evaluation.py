@@ -12,7 +12,7 @@ from nereus_jax.core.roles import ACTOR_GENERATE, REWARD_SCORE
 from nereus_jax.data.prompts import batch
 from nereus_jax.rl.rollout import Rollout
 from nereus_jax.runtime import host
-from nereus_jax.trainer.job import Job
+from nereus_jax.trainer.job import GREEDY, Job
 from nereus_jax.trainer.rollouts import (
     assemble,
     decode_responses,
@@ -32,34 +32,43 @@ def evaluate(job: Job, state: JobState) -> dict[str, Any]:
 
     Returns:
       A row of metrics: eval_step (RL steps done), eval_success_rate, eval_reward_mean,
-      eval_response_length_mean, eval_s.
+      eval_response_length_mean, eval_s; with `eval.greedy` also eval_success_rate_greedy.
     """
     start_s = time.perf_counter()
     config = job.config.eval
-    rows = evaluation_rows(job)
     for edge in job.workflow.weight_edges:
         if edge.target == ACTOR_GENERATE:
             refresh_edge(job, state, edge)
-    rewards: list[np.ndarray] = []
-    lengths: list[np.ndarray] = []
-    for first in range(0, config.num_prompts, rows):
-        count = min(rows, config.num_prompts - first)
-        rewards_B, lengths_B = _evaluate_batch(job, state, first, count)
-        rewards.append(rewards_B)
-        lengths.append(lengths_B)
-    all_rewards = np.concatenate(rewards)
-    return {
+    threshold = job.config.reward.success_threshold
+    rewards, lengths = _evaluate_prompts(job, state, config.temperature)
+    row = {
         "step": state.counters.step,
         "eval_step": state.counters.step,
-        "eval_success_rate": float((all_rewards >= job.config.reward.success_threshold).mean()),
-        "eval_reward_mean": float(all_rewards.mean()),
-        "eval_response_length_mean": float(np.concatenate(lengths).mean()),
-        "eval_s": time.perf_counter() - start_s,
+        "eval_success_rate": float((rewards >= threshold).mean()),
+        "eval_reward_mean": float(rewards.mean()),
+        "eval_response_length_mean": float(lengths.mean()),
     }
+    if config.greedy:
+        greedy, _ = _evaluate_prompts(job, state, GREEDY)
+        row["eval_success_rate_greedy"] = float((greedy >= threshold).mean())
+    return row | {"eval_s": time.perf_counter() - start_s}
+
+
+def _evaluate_prompts(
+    job: Job, state: JobState, temperature: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rewards and response lengths of all evaluation prompts."""
+    num_prompts, rows = job.config.eval.num_prompts, evaluation_rows(job)
+    parts = [
+        _evaluate_batch(job, state, first, min(rows, num_prompts - first), temperature)
+        for first in range(0, num_prompts, rows)
+    ]
+    rewards, lengths = zip(*parts, strict=True)
+    return np.concatenate(rewards), np.concatenate(lengths)
 
 
 def _evaluate_batch(
-    job: Job, state: JobState, first: int, count: int
+    job: Job, state: JobState, first: int, count: int, temperature: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rewards and response lengths of `count` prompts; a short batch is filled up with no rows."""
     rows, pad_id = evaluation_rows(job), job.inputs.tokenizer.pad_id
@@ -73,7 +82,7 @@ def _evaluate_batch(
         np.pad(lengths_B, (0, fill)),
         np.pad(indices_B, (0, fill)),
         draw_seed(job.config.seed, "evaluation"),
-        job.sampling(job.config.eval.temperature),
+        job.sampling(temperature),
     )
     version = state.counters.policy_version
     rollout = assemble(tokens_BP, lengths_B, indices_B, host.fetch(arrays), pad_id, version)

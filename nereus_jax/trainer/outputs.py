@@ -140,9 +140,11 @@ class Outputs:
         """Writes an evaluation."""
         if self._metrics is not None:
             self._metrics.append(row)
+        greedy = row.get("eval_success_rate_greedy")
         self.message(
             f"evaluation after {row['eval_step']} steps | success {row['eval_success_rate']:.3f} | "
-            f"reward {row['eval_reward_mean']:.3f}"
+            + (f"greedy {greedy:.3f} | " if greedy is not None else "")
+            + f"reward {row['eval_reward_mean']:.3f}"
         )
 
     def close(self) -> None:

@@ -49,6 +49,7 @@ from nereus_jax.trainer.verification import (
     fingerprints,
     state_arrays,
     state_stages,
+    surviving_fingerprints,
     unit_spec,
     verify,
 )
@@ -227,9 +228,12 @@ def carry_out(
     begin_s = time.time()
     waited_s = _wait_for_programs(change)
     state.edges.clear()  # the next step's weight edges bring these anew
-    before = {} if graph.lost else fingerprints(old, state, how)
     counters = {s: read_counters(old.trains[s], x) for s, x in state.trained.items()}
     units = _units(old, state)
+    if graph.lost and how != "off":
+        how, before = "digest", surviving_fingerprints(old, units)
+    else:
+        before = fingerprints(old, state, how)
     keep_old = graph.old_state_fits and not graph.lost
     if not keep_old:
         state.trained, state.frozen = {}, {}

@@ -1,6 +1,6 @@
 """Whether a change of plan left the logical state as it was, to the bit."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nereus_jax.core.emu_spec import EmuSpec
@@ -8,7 +8,7 @@ from nereus_jax.core.errors import DigestError
 from nereus_jax.core.roles import ModelStage
 from nereus_jax.runtime import host
 from nereus_jax.runtime.digests import compare_digests, state_digests
-from nereus_jax.runtime.emu import Params
+from nereus_jax.runtime.emu import ElasticModelUnit, Params, group_arrays, group_site
 from nereus_jax.runtime.train_state import flatten, unit_leaves
 from nereus_jax.trainer.job import Job
 from nereus_jax.trainer.state import JobState
@@ -58,6 +58,25 @@ def fingerprints(job: Job, state: JobState, how: str) -> Fingerprints:
         inside = {leaf.name: tuple(slice(0, n) for n in leaf.shape) for leaf in spec}
         values = host.fetch(arrays)
         found[stage] = {name: x[inside[name]].tobytes() for name, x in values.items()}
+    return found
+
+
+def surviving_fingerprints(
+    job: Job, units: Mapping[ModelStage, Sequence[ElasticModelUnit]]
+) -> Fingerprints:
+    """The digests of what lost devices have left whole: of model-stages with an intact unit.
+
+    Under ZeRO-1 no unit is whole by itself.
+    """
+    found: dict[ModelStage, Mapping[str, Any]] = {}
+    for stage, of_stage in units.items():
+        intact = [u for u in of_stage if u.is_intact]
+        if not intact or (stage in job.trains and job.trains[stage].zero1):
+            continue
+        kv_heads, spec = job.decoder(stage).num_kv_heads, unit_spec(job, stage)
+        site = group_site(job.world, [u.unit for u in intact], kv_heads)
+        arrays = group_arrays(job.world, site, spec, intact)
+        found[stage] = state_digests(site, spec, arrays, job.programs)
     return found
 
 
