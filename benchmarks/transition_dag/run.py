@@ -1,4 +1,4 @@
-"""Planning of transitions: how long it takes, how far from the optimum, what the paper's cases cost.
+"""Planning of transitions: how long it takes, how far from the best, what the paper's cases cost.
 
 Nothing is moved: seconds of planning are measured, seconds of transitions are modelled.
 """

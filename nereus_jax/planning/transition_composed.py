@@ -14,7 +14,7 @@ from nereus_jax.core.layout import ParallelLayout
 from nereus_jax.core.transition import OperationKind, Way
 from nereus_jax.planning.transition_draft import NONE, Draft, DraftBuilder, Family, Some
 from nereus_jax.planning.transition_ways import Change, copy_units
-from nereus_jax.planning.unit_bytes import Cut, Ints, held_bytes
+from nereus_jax.planning.unit_bytes import Ints, held_bytes
 from nereus_jax.planning.unit_layouts import (
     Degrees,
     common_degrees,
@@ -108,6 +108,6 @@ def _split(change: Change, build: DraftBuilder, pieces: _Pieces, old: Ints) -> I
 
 def _family(change: Change, sub: Degrees, rows: Ints) -> Family:
     tp, pp = sub
-    cut = Cut.of(ParallelLayout(1, pp, tp), change.num_kv_heads)
-    held = held_bytes(change.classes, cut, 1)
-    return Family(rows=rows, tp=tp, pp=pp, cut=cut, device_bytes=held)
+    mesh = ParallelLayout(1, pp, tp).mesh_shape(change.num_kv_heads)
+    held = held_bytes(change.classes, mesh, 1)
+    return Family(rows=rows, tp=tp, pp=pp, mesh=mesh, device_bytes=held)

@@ -18,11 +18,11 @@ from nereus_jax.core.transition import LinkBytes, OperationKind, Price, Recovery
 from nereus_jax.planning.transition_inputs import TransitionBudget
 from nereus_jax.planning.unit_bytes import (
     Bools,
-    Cut,
     Entries,
     Floats,
     Ints,
     LeafClass,
+    MeshShape,
     Moved,
     Recut,
     recut,
@@ -38,7 +38,7 @@ class Family:
     Attributes:
       rows: [units, pp * tp] indices of devices.
       tp, pp: their degrees.
-      cut: the mesh of all units together (ZeRO-1) or of one.
+      mesh: shape of that of all units together (ZeRO-1) or of one.
       device_bytes: what a unit holds on each of its devices; 0 if parked.
       parked: in host memory.
     """
@@ -46,7 +46,7 @@ class Family:
     rows: Ints
     tp: int
     pp: int
-    cut: Cut
+    mesh: MeshShape
     device_bytes: int
     parked: bool = False
 
@@ -238,8 +238,8 @@ class DraftBuilder:
 
     def park(self, consumes: Some, produces: Some) -> None:
         """A phase that copies units to host memory."""
-        cut = self.family(int(consumes.unit[0])).cut
-        blocks = recut(self._classes, cut.mesh_shape, cut.mesh_shape).source_block
+        mesh = self.family(int(consumes.unit[0])).mesh
+        blocks = recut(self._classes, mesh, mesh).source_block
         seconds, links = self._host_cost(self._entries(consumes), blocks)
         source = RecoverySource.REPLICA
         self._append(OperationKind.PARK, NONE, consumes, produces, source, seconds, links)
@@ -258,8 +258,8 @@ class DraftBuilder:
 
     def restore(self, produces: Some, source: RecoverySource) -> None:
         """A phase that reads units from a host snapshot or a checkpoint."""
-        cut = self.family(int(produces.unit[0])).cut
-        blocks = recut(self._classes, cut.mesh_shape, cut.mesh_shape).block
+        mesh = self.family(int(produces.unit[0])).mesh
+        blocks = recut(self._classes, mesh, mesh).block
         seconds, links = self._host_cost(self._entries(produces), blocks)
         if source is RecoverySource.CHECKPOINT:
             total, largest = _by_operation(self._entries(produces), blocks)
@@ -303,13 +303,13 @@ class DraftBuilder:
     def _alike(self, some: Some, operations: int) -> bool:
         """Whether all operations have as many units, each a mesh of its own, and all are alive."""
         count = np.bincount(some.operation, minlength=operations)
-        single = self.family(int(some.unit[0])).cut.mesh_shape[0] == 1
+        single = self.family(int(some.unit[0])).mesh[0] == 1
         alive = self._ground.alive
         return single and bool((count == count[0]).all()) and bool(alive.all())
 
     def _recut(self, given: Some, produces: Some) -> Recut:
-        first, last = (self.family(int(some.unit[0])).cut for some in (given, produces))
-        return recut(self._classes, first.mesh_shape, last.mesh_shape)
+        first, last = (self.family(int(some.unit[0])).mesh for some in (given, produces))
+        return recut(self._classes, first, last)
 
     def _host_cost(self, entries: Entries, blocks: Ints) -> tuple[Floats, Ints]:
         total, largest = _by_operation(entries, blocks)
@@ -382,7 +382,7 @@ class DraftBuilder:
         operation, device = np.repeat(some.operation, size), rows.ravel()
         place = self._place(int(some.unit[0]))
         within = some.unit - self._base[place]
-        grouped = self._families[place].cut.mesh_shape[0] > 1
+        grouped = self._families[place].mesh[0] > 1
         base = within * size if grouped else np.zeros(len(within), np.int64)
         rank = np.repeat(base, size) + np.arange(len(device)) % size
         if alive_only and not self._ground.alive.all():

@@ -31,7 +31,7 @@ from nereus_jax.planning.transition_operations import make_graph
 from nereus_jax.planning.transition_problem import make_problem
 from nereus_jax.planning.transition_schedule import make_schedule
 from nereus_jax.planning.transition_ways import Change, Side
-from nereus_jax.planning.unit_bytes import Cut, Ints, LeafClass, held_bytes, leaf_classes
+from nereus_jax.planning.unit_bytes import Ints, LeafClass, held_bytes, leaf_classes
 
 STAGE_ORDER = (Stage.GENERATE, Stage.SCORE, Stage.TRAIN)
 UNBOUNDED_BYTES = 1 << 60
@@ -159,13 +159,12 @@ class _Changes:
         classes = self._classes(state, meshes, grouped)
         sides: list[Side] = []
         for end, plan in enumerate(plans):
-            cut = Cut(meshes[end])
             layout = layouts[end] or present[0]
             rows = np.zeros((0, layout.pp * layout.tp), np.int64)
             if model_stage in plan:
                 rows = self.pool.rows[end][model_stage]
-            held = 0 if self._shares(model_stage, plan) else held_bytes(classes, cut, end)
-            side = Side(rows=rows, tp=layout.tp, pp=layout.pp, cut=cut, device_bytes=held)
+            held = 0 if self._shares(model_stage, plan) else held_bytes(classes, meshes[end], end)
+            side = Side(rows=rows, tp=layout.tp, pp=layout.pp, mesh=meshes[end], device_bytes=held)
             sides.append(side)
         return Change.of(self.ground, classes, state.num_kv_heads, sides[0], sides[1], grouped)
 

@@ -21,7 +21,7 @@ from nereus_jax.planning.transition_draft import (
     Ground,
     Some,
 )
-from nereus_jax.planning.unit_bytes import Cut, Ints, LeafClass
+from nereus_jax.planning.unit_bytes import Ints, LeafClass, MeshShape
 from nereus_jax.planning.unit_layouts import (
     Degrees,
     meeting_groups,
@@ -40,14 +40,14 @@ class Side:
     Attributes:
       rows: [dp, pp * tp] indices of devices.
       tp, pp: their degrees.
-      cut: the mesh of a unit, or of the whole group under ZeRO-1.
+      mesh: shape of that of a unit, or of the whole group under ZeRO-1.
       device_bytes: what a unit holds on a device; 0 where its arrays are another model-stage's.
     """
 
     rows: Ints
     tp: int
     pp: int
-    cut: Cut
+    mesh: MeshShape
     device_bytes: int
 
     @property
@@ -60,7 +60,7 @@ class Side:
             rows=self.rows,
             tp=self.tp,
             pp=self.pp,
-            cut=self.cut,
+            mesh=self.mesh,
             device_bytes=0 if parked else self.device_bytes,
             parked=parked,
         )

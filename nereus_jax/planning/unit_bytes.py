@@ -11,13 +11,14 @@ Legend of shapes: E entries (an operation's device), O operations, R ranks of a 
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from nereus_jax.core.emu_spec import DTYPE_BYTES, EmuSpec
-from nereus_jax.core.layout import MESH_AXES, ParallelLayout
+from nereus_jax.core.layout import MESH_AXES
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -79,11 +80,6 @@ class Cut:
         self._places = dict(zip(MESH_AXES, places, strict=True))
         self._known: dict[Axes, tuple[Ints, int]] = {}
 
-    @classmethod
-    def of(cls, layout: ParallelLayout, num_kv_heads: int) -> "Cut":
-        """The cut of a layout's mesh."""
-        return cls(layout.mesh_shape(num_kv_heads))
-
     def along(self, axes: Axes) -> tuple[Ints, int]:
         """Position of every rank [R], and how many positions there are."""
         if axes not in self._known:
@@ -96,17 +92,26 @@ class Cut:
         return self._known[axes]
 
 
-def held_bytes(classes: Iterable[LeafClass], cut: Cut, end: int) -> int:
-    """What a device holds, padding included; `end` is 0 for the source's axes, 1 for the target's.
+@functools.lru_cache(maxsize=256)
+def _cut(mesh_shape: MeshShape) -> Cut:
+    return Cut(mesh_shape)
 
-    The same as `EmuSpec.local_bytes`.
+
+def held_bytes(classes: Iterable[LeafClass], mesh_shape: MeshShape, end: int) -> int:
+    """What a device holds, padding included; the same as `EmuSpec.local_bytes`.
+
+    Args:
+      classes: the leaves.
+      mesh_shape: sizes of the axes (dp, pp, kv, kvr).
+      end: 0: as the leaves are cut at the source; 1: at the target.
     """
+    sizes = dict(zip(MESH_AXES, mesh_shape, strict=True))
     total = 0
     for leaves in classes:
-        size = leaves.cell_bytes
-        for dim in leaves.dims:
-            size *= -(-dim[0] // cut.along(dim[2] if end else dim[1])[1])
-        total += size
+        num_bytes = leaves.cell_bytes
+        for extent, here, there in leaves.dims:
+            num_bytes *= -(-extent // math.prod([sizes[a] for a in (there if end else here)]))
+        total += num_bytes
     return total
 
 
@@ -391,7 +396,7 @@ class Recut:
 @functools.lru_cache(maxsize=512)
 def recut(classes: tuple[LeafClass, ...], source: MeshShape, target: MeshShape) -> Recut:
     """The table of moves between two meshes; a job asks for the same ones again and again."""
-    return Recut(classes, Cut(source), Cut(target))
+    return Recut(classes, _cut(source), _cut(target))
 
 
 class _Positions:
