@@ -108,14 +108,19 @@ def lower_left(seconds: Floats, resident: Floats, source: Ints) -> Curves:
     lowest = np.minimum.accumulate(resident, axis=1)
     kept = np.isfinite(lowest)
     kept[:, 1:] &= lowest[:, 1:] < lowest[:, :-1]
-    longest = int(kept.sum(axis=1).max(initial=0))
-    order = np.argsort(~kept, axis=1, kind="stable")[:, :longest]
-    kept = np.take_along_axis(kept, order, axis=1)
-    return Curves(
-        seconds=np.where(kept, np.take_along_axis(seconds, order, axis=1), np.inf),
-        resident=np.where(kept, np.take_along_axis(resident, order, axis=1), np.inf),
-        source=np.take_along_axis(source, order, axis=1),
+    place = np.cumsum(kept, axis=1)
+    shape = len(kept), int(place[:, -1].max(initial=0)) if kept.size else 0
+    row, column = np.nonzero(kept)
+    place = place[row, column] - 1
+    packed = Curves(
+        seconds=np.full(shape, np.inf),
+        resident=np.full(shape, np.inf),
+        source=np.zeros(shape, np.int64),
     )
+    packed.seconds[row, place] = seconds[row, column]
+    packed.resident[row, place] = resident[row, column]
+    packed.source[row, place] = source[row, column]
+    return packed
 
 
 def one_after_the_other(first: Curves, second: Curves, seconds: float = np.inf) -> Curves:
@@ -135,11 +140,8 @@ def one_after_the_other(first: Curves, second: Curves, seconds: float = np.inf) 
     some = np.flatnonzero(np.isfinite(resident).any(axis=0))
     total, resident = total[:, some], resident[:, some]
     order = np.lexsort((resident, total), axis=1)
-    return lower_left(
-        np.take_along_axis(total, order, axis=1),
-        np.take_along_axis(resident, order, axis=1),
-        some[order],
-    )
+    row = np.arange(rows)[:, None]
+    return lower_left(total[row, order], resident[row, order], some[order])
 
 
 def frontier(options: StageOptions, widths: list[int], limit_bytes: float) -> Frontier:

@@ -41,20 +41,34 @@ def local_dims(leaf: LeafSpec, spec: EmuSpec, degrees: Degrees) -> list[Ints]:
 
 def local_elements(spec: EmuSpec, degrees: Degrees) -> Ints:
     """[C] elements that a device holds of all leaves."""
-    total = np.zeros_like(degrees[DP])
+    some, which = _distinct(degrees, (PP, KV, KVR))
+    total = np.zeros_like(some[PP])
     for leaf in spec:
-        total = total + _product(local_dims(leaf, spec, degrees), degrees)
-    return total
+        total = total + _product(local_dims(leaf, spec, some), some)
+    return total[which]
 
 
 def zero_elements(spec: EmuSpec, degrees: Degrees) -> Ints:
     """[C] the same with every leaf also split over dp, where a dim of the shard divides."""
-    total = np.zeros_like(degrees[DP])
+    some, which = _distinct(degrees, (DP, PP, KV, KVR))
+    total = np.zeros_like(some[DP])
     for leaf in spec:
-        dims = local_dims(leaf, spec, degrees)
-        divides = np.any([dim % degrees[DP] == 0 for dim in dims], axis=0)
-        total = total + _product(dims, degrees) // np.where(divides, degrees[DP], 1)
-    return total
+        dims = local_dims(leaf, spec, some)
+        divides = np.any([dim % some[DP] == 0 for dim in dims], axis=0)
+        total = total + _product(dims, some) // np.where(divides, some[DP], 1)
+    return total[which]
+
+
+def _distinct(degrees: Degrees, axes: tuple[str, ...]) -> tuple[Degrees, Ints]:
+    """Degrees of the layouts that differ in these axes, and [C] which of them each is.
+
+    There are a hundred times fewer of them than candidates.
+    """
+    code = np.zeros_like(degrees[PP])
+    for axis in axes:
+        code = code * (int(degrees[axis].max(initial=0)) + 1) + degrees[axis]
+    _, first, which = np.unique(code, return_index=True, return_inverse=True)
+    return {axis: values[first] for axis, values in degrees.items()}, which
 
 
 def _product(factors: list[Ints], degrees: Degrees) -> Ints:

@@ -39,6 +39,34 @@ class Found:
     peak_bytes: float
 
 
+def lane_sums(picks: Sequence[Pick], values: Sequence[float]) -> dict[int, float]:
+    """Sums by lane of a value of each model-stage."""
+    sums: dict[int, float] = {}
+    for pick, value in zip(picks, values, strict=True):
+        sums[pick.lane] = sums.get(pick.lane, 0.0) + value
+    return sums
+
+
+def wave_seconds(picks: Sequence[Pick]) -> float:
+    """Of its slowest lane."""
+    return max(lane_sums(picks, [p.seconds for p in picks]).values())
+
+
+def wave_resident_bytes(picks: Sequence[Pick]) -> float:
+    """Of its heaviest lane."""
+    return max(lane_sums(picks, [p.resident_bytes for p in picks]).values())
+
+
+def found_of(waves: Sequence[tuple[Pick, ...]]) -> Found:
+    """The numbers of these picks."""
+    resident = sum(wave_resident_bytes(picks) for picks in waves)
+    return Found(
+        waves=tuple(waves),
+        seconds=sum(wave_seconds(picks) for picks in waves),
+        peak_bytes=resident + max(p.working_bytes for picks in waves for p in picks),
+    )
+
+
 def find_best(waves: Sequence[Wave], limit_bytes: float) -> Found | None:
     """The fastest plan; None: nothing fits.
 
@@ -117,9 +145,12 @@ class _Total:
             point, last = divmod(source, self._waves[i].curve.seconds.shape[1])
             points.append(last)
         points.append(point)
-        picks = tuple(w.picks(p) for w, p in zip(self._waves, reversed(points), strict=True))
+        picks: list[tuple[Pick, ...]] = []
+        for wave, at in zip(self._waves, reversed(points), strict=True):
+            curve = wave.curve
+            picks.append(wave.picks(int(curve.source[0, at]), float(curve.seconds[0, at])))
         return Found(
-            waves=picks,
+            waves=tuple(picks),
             seconds=seconds,
             peak_bytes=resident + max(p.working_bytes for wave in picks for p in wave),
         )

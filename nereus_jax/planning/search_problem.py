@@ -113,41 +113,63 @@ class PricedStage:
     memory: StageMemory
 
 
+def stage_memory(problem: PlanProblem, stage: ModelStage) -> tuple[Candidates, StageMemory]:
+    """The candidates of a model-stage, and the bytes of each."""
+    p, model = problem, problem.models[stage.role]
+    candidates = enumerate_candidates(
+        model, stage, p.workload, p.hardware, p.num_devices, tp_across_nodes=p.tp_across_nodes
+    )
+    memory = p.memory.stage_memory(
+        model,
+        p.head(stage),
+        stage,
+        p.workload,
+        candidates,
+        param_dtype=p.param_dtype,
+        compute_dtype=p.compute_dtype,
+    )
+    return candidates, memory
+
+
 class Pricer:
     """Prices model-stages; those that do the same with the same model are priced once."""
 
     def __init__(self, problem: PlanProblem) -> None:
         self._problem = problem
-        self._priced: dict[tuple[object, ...], PricedStage] = {}
+        self._priced: dict[tuple[object, ...], tuple[Candidates, StageCost, StageMemory]] = {}
 
     def price(self, stage: ModelStage) -> PricedStage:
         """The prices of a model-stage's candidates."""
         p = self._problem
-        has_edge = any(e.target == stage for e in p.workflow.weight_edges)
+        model, head = p.models[stage.role], p.head(stage)
         # Rewards come from the last token alone, which changes neither seconds nor bytes by much.
-        key = stage.stage, p.models[stage.role], p.head(stage), has_edge, p.calls(stage)
+        key = stage.stage, id(model), head
         if key not in self._priced:
-            self._priced[key] = self._price(stage, has_edge)
-        same = self._priced[key]
-        options = dataclasses.replace(same.options, model_stage=stage)
-        return dataclasses.replace(same, options=options)
+            self._priced[key] = self._price(stage, model, head)
+        candidates, cost, memory = self._priced[key]
+        edge_s = np.zeros(len(candidates))
+        if any(e.target == stage for e in p.workflow.weight_edges):
+            edge_s = self._edge_s(model, head, candidates)
+        options = StageOptions(
+            model_stage=stage,
+            candidates=candidates,
+            seconds=cost.total_s * p.calls(stage) + edge_s,
+            held_bytes=memory.held_bytes,
+            working_bytes=memory.working_bytes,
+            park_seconds=self._park_s(memory.held_bytes, stage) if p.park else None,
+        )
+        return PricedStage(options=options, cost=cost, edge_s=edge_s, memory=memory)
 
     @functools.cached_property
     def _prices(self) -> Prices:
         p = self._problem
         return Prices(hardware=p.hardware, efficiencies=p.efficiencies, dtype=p.compute_dtype)
 
-    def _price(self, stage: ModelStage, has_edge: bool) -> PricedStage:
+    def _price(
+        self, stage: ModelStage, model: DecoderConfig, head: Head
+    ) -> tuple[Candidates, StageCost, StageMemory]:
         p = self._problem
-        model, head = p.models[stage.role], p.head(stage)
-        candidates = enumerate_candidates(
-            model,
-            stage,
-            p.workload,
-            p.hardware,
-            p.num_devices,
-            tp_across_nodes=p.tp_across_nodes,
-        )
+        candidates, memory = stage_memory(p, stage)
         cost = stage_seconds(
             model,
             head,
@@ -158,26 +180,7 @@ class Pricer:
             candidates,
             dtype=p.compute_dtype,
         )
-        memory = p.memory.stage_memory(
-            model,
-            head,
-            stage,
-            p.workload,
-            candidates,
-            param_dtype=p.param_dtype,
-            compute_dtype=p.compute_dtype,
-        )
-        edge_s = self._edge_s(model, head, candidates) if has_edge else np.zeros(len(candidates))
-        park_s = self._park_s(memory.held_bytes, stage) if p.park else None
-        options = StageOptions(
-            model_stage=stage,
-            candidates=candidates,
-            seconds=cost.total_s * p.calls(stage) + edge_s,
-            held_bytes=memory.held_bytes,
-            working_bytes=memory.working_bytes,
-            park_seconds=park_s,
-        )
-        return PricedStage(options=options, cost=cost, edge_s=edge_s, memory=memory)
+        return candidates, cost, memory
 
     def _edge_s(self, model: DecoderConfig, head: Head, candidates: Candidates) -> Floats:
         p = self._problem

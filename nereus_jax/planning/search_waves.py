@@ -98,47 +98,7 @@ class Wave:
             if len(subset) > 1:
                 lane = one_after_the_other(lanes[subset[:-1]], lane, seconds)
             lanes[subset] = lane
-        return WaveCurve(wave=self, alone=alone, lanes=lanes, curve=self._curve(lanes))
-
-    def _curve(self, lanes: Mapping[Subset, Curves]) -> Curves:
-        """Of the lanes of a layout the largest seconds and the largest resident bytes."""
-        if len(self.options) == 1:
-            return dataclasses.replace(lanes[0,], source=np.zeros_like(lanes[0,].source))
-        table = _layout_table(len(self.options), self.cells.count)
-        fastest = np.concatenate([curves.fastest() for curves in lanes.values()])[table].max(axis=1)
-        if not np.isfinite(fastest.min()):
-            none = np.empty((1, 0))
-            return Curves(seconds=none, resident=none, source=none.astype(np.int64))
-        points = np.concatenate([curves.seconds.ravel() for curves in lanes.values()])
-        seconds = np.unique(points[(points >= fastest.min()) & np.isfinite(points)])
-        within = np.concatenate([_on_grid(curves, seconds) for curves in lanes.values()])
-        resident = within[table[:, 0]]
-        for lane in table.T[1:]:
-            np.maximum(resident, within[lane], out=resident)
-        layout = resident.argmin(axis=0)
-        lowest = resident[layout, np.arange(len(seconds))]
-        return lower_left(seconds[None], lowest[None], layout[None])
-
-
-def _on_grid(curves: Curves, seconds: Floats) -> Floats:
-    """[V, G] fewest resident bytes of each curve in so many seconds; inf where none is as fast."""
-    rows, points = np.nonzero(np.isfinite(curves.seconds))
-    column = np.searchsorted(seconds, curves.seconds[rows, points])
-    grid = np.full((len(curves.seconds), len(seconds)), np.inf)
-    # Points before the grid's first one fall on it together; the last of them has fewest bytes.
-    grid[rows, column] = curves.resident[rows, points]
-    return np.minimum.accumulate(grid, axis=1, out=grid)
-
-
-@functools.cache
-def _layout_table(model_stages: int, cells: int) -> Ints:
-    """[L, lanes] which curve each lane of a layout has; the first one again where it has fewer."""
-    number = {subset: i for i, subset in enumerate(subsets(model_stages))}
-    rows: list[list[int]] = []
-    for lanes in lane_layouts(model_stages, cells):
-        row = [number[subset] * cells + n - 1 for subset, n in lanes]
-        rows.append(row + row[:1] * (model_stages - len(row)))
-    return np.array(rows, np.int64)
+        return WaveCurve(wave=self, alone=alone, lanes=lanes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -149,21 +109,54 @@ class WaveCurve:
       wave: whose.
       alone: curves of every model-stage; `source` is its option.
       lanes: curves of model-stages one after the other; `source` as `one_after_the_other` has it.
-      curve: one row; `source` is the lane layout.
     """
 
     wave: Wave
     alone: Sequence[Curves]
     lanes: Mapping[Subset, Curves]
-    curve: Curves
 
-    def picks(self, point: int) -> tuple[Pick, ...]:
-        """What every model-stage does at a point of the curve."""
+    @functools.cached_property
+    def _table(self) -> tuple[Floats, Floats]:
+        """Seconds [G], and the resident bytes of every lane layout in them [L, G].
+
+        Of the lanes of a layout the largest seconds and the largest resident bytes count.
+        """
+        table = _layout_table(len(self.wave.options), len(self.alone[0].seconds))
+        lanes = self.lanes.values()
+        fastest = np.concatenate([curves.fastest() for curves in lanes])[table].max(axis=1)
+        points = np.concatenate([curves.seconds.ravel() for curves in lanes])
+        seconds = np.unique(points[(points >= fastest.min()) & np.isfinite(points)])
+        if not len(seconds):
+            return seconds, np.empty((len(table), 0))
+        within = np.concatenate([_on_grid(curves, seconds) for curves in lanes])
+        resident = within[table[:, 0]]
+        for lane in table.T[1:]:
+            np.maximum(resident, within[lane], out=resident)
+        return seconds, resident
+
+    @functools.cached_property
+    def curve(self) -> Curves:
+        """One row: the best layout for each number of seconds; `source` is the layout."""
+        if len(self.alone) == 1:
+            alone = self.alone[0]
+            return dataclasses.replace(alone, source=np.zeros_like(alone.source))
+        seconds, resident = self._table
+        layout = resident.argmin(axis=0)
+        lowest = resident[layout, np.arange(len(seconds))]
+        return lower_left(seconds[None], lowest[None], layout[None])
+
+    def by_layout(self, resident_bytes: float) -> Floats:
+        """[L] fewest seconds of every lane layout with at most so many resident bytes; or inf."""
+        seconds, resident = self._table
+        fits = resident <= resident_bytes
+        if not len(seconds):
+            return np.full(len(fits), np.inf)
+        return np.where(fits.any(axis=1), seconds[fits.argmax(axis=1)], np.inf)
+
+    def picks(self, layout: int, seconds: float) -> tuple[Pick, ...]:
+        """What every model-stage does in a lane layout that takes so many seconds."""
         picks: dict[int, Pick] = {}
-        seconds = float(self.curve.seconds[0, point])
-        for number, (subset, cells) in enumerate(
-            self.wave.layouts[int(self.curve.source[0, point])]
-        ):
+        for number, (subset, cells) in enumerate(self.wave.layouts[layout]):
             row = min(cells, len(self.alone[0].seconds)) - 1
             at = self.lanes[subset].point_within(row, seconds)
             for last in range(len(subset), 1, -1):
@@ -186,3 +179,24 @@ class WaveCurve:
             lane=lane,
             width=self.wave.cells.width(cells),
         )
+
+
+def _on_grid(curves: Curves, seconds: Floats) -> Floats:
+    """[V, G] fewest resident bytes of each curve in so many seconds; inf where none is as fast."""
+    rows, points = np.nonzero(np.isfinite(curves.seconds))
+    column = np.searchsorted(seconds, curves.seconds[rows, points])
+    grid = np.full((len(curves.seconds), len(seconds)), np.inf)
+    # Points before the grid's first one fall on it together; the last of them has fewest bytes.
+    grid[rows, column] = curves.resident[rows, points]
+    return np.minimum.accumulate(grid, axis=1, out=grid)
+
+
+@functools.cache
+def _layout_table(model_stages: int, cells: int) -> Ints:
+    """[L, lanes] which curve each lane of a layout has; the first one again where it has fewer."""
+    number = {subset: i for i, subset in enumerate(subsets(model_stages))}
+    rows: list[list[int]] = []
+    for lanes in lane_layouts(model_stages, cells):
+        row = [number[subset] * cells + n - 1 for subset, n in lanes]
+        rows.append(row + row[:1] * (model_stages - len(row)))
+    return np.array(rows, np.int64)
