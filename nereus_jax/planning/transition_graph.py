@@ -80,7 +80,16 @@ def plan_transition(
     order = [s for s in states if s in source or s in target]
     order.sort(key=lambda s: (STAGE_ORDER.index(s.stage), s.role))
     changes = _Changes(states=states, source=source, target=target, pool=pool, ground=ground)
-    ladders = [Ladder(s, changes.of(s), states[s], wanted=s in target) for s in order]
+    ladders = [
+        Ladder(
+            s,
+            changes.of(s),
+            states[s],
+            wanted=s in target,
+            refreshed=states[s].refreshed_by in target.placements,
+        )
+        for s in order
+    ]
     _check_target(ladders, ground)
     while True:
         drafts = [ladder.draft for ladder in ladders]

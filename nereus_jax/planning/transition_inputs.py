@@ -24,8 +24,9 @@ class StageState:
       num_kv_heads: of the model; gives the mesh of a layout.
       zero1: the optimizer's tensors are also split over dp; units cannot be told apart then, and
         all of them move in one Reshard.
-      refreshed_by: the model-stage whose weight edge fills this one in every step; None: it holds
-        state of its own. With the same placement and leaves the two share their arrays.
+      refreshed_by: the model-stage whose weight edge fills this one in every step; None, or one
+        that the target does not have: it holds state of its own. With the same placement and leaves
+        the two share their arrays.
       recovery: where values come from when no copy is left, the best first.
       parked_before: the old units are in host memory.
       parked_after: the new units are to be in host memory, at the places of the old ones.
@@ -55,7 +56,8 @@ class TransitionBudget:
       setup_s: of one operation: launch, and communicators that are not there yet.
       compile_s: compile time that nothing hides.
       storage_bytes_per_s: of reading a checkpoint, for each device that reads.
-      ways: allowed where units must move.
+      ways: allowed where units must move; where none of them exists (only Reshard does under
+        ZeRO-1), the one that does is taken.
     """
 
     capacity_bytes: Mapping[DeviceId, int] = dataclasses.field(default_factory=dict[DeviceId, int])

@@ -23,10 +23,17 @@ class Ladder:
       change: what becomes of its units.
       state: what may be done with it.
       wanted: whether the target has it.
+      refreshed: whether a weight edge of the target fills it.
     """
 
     def __init__(
-        self, model_stage: ModelStage, change: Change, state: StageState, *, wanted: bool
+        self,
+        model_stage: ModelStage,
+        change: Change,
+        state: StageState,
+        *,
+        wanted: bool,
+        refreshed: bool,
     ) -> None:
         self.model_stage, self.change = model_stage, change
         self.parked_after = state.parked_after
@@ -37,17 +44,19 @@ class Ladder:
             first, later = [_parked(model_stage, *allowed)], []
         elif change.is_kept:
             first, later = [ways.kept(change)], [(Way.PARKED, lambda: ways.evicted(change))]
-        elif state.refreshed_by is not None:
+        elif refreshed:
             first, later = [ways.refreshed(change)], []
         elif change.has_intact:
             first, later = _moving(change)
         else:
             first, later = _recovering(model_stage, *allowed)
         permitted = change.ground.budget.ways
-        self._made = [d for d in first if len(first) == 1 or d.way in permitted] or first[:1]
-        self._made.sort(key=lambda d: d.price.seconds)
         self._later = [make for way, make in later if way in permitted]
-        self._made_before = {d.way: d.price for d in first}
+        self._made = [d for d in first if len(first) == 1 or d.way in permitted]
+        if not self._made:
+            self._made = [self._later.pop(0)()] if self._later else first[:1]
+        self._made.sort(key=lambda d: d.price.seconds)
+        self._made_before = {d.way: d.price for d in (*first, *self._made)}
         self._obstacle = ""
 
     @property

@@ -171,6 +171,11 @@ def test_an_operation_moves_what_its_transfer_moves(plans: tuple[Plan, Plan], wa
     graph = plan_transition(
         STATES, *plans, hardware=HARDWARE, budget=dataclasses.replace(ROOMY, ways=frozenset({way}))
     )
+    assert {c.way for c in graph.choices.values()} <= {way, Way.KEPT}
+    check_graph(graph, *plans)
+    for order in (range(len(graph.operations)), some_order(graph, random.Random(0))):
+        assert replay(graph, order).violation is None
+        check_copies(graph, order, set(plans[0].placements))
     for operation in graph.operations:
         if operation.kind in TRANSFERS:
             spec = leaves(STATES[operation.model_stage])
@@ -514,6 +519,40 @@ def test_states_must_cover_both_plans() -> None:
     plan = only(ACTOR_SCORE, placement(1, 1, 1, POOL))
     with pytest.raises(InfeasiblePlanError, match="the source plan has actor-SCORE"):
         plan_transition(STATES, plan, plan, hardware=HARDWARE)
+
+
+@given(plan_pairs(), st.sets(st.sampled_from(POOL), min_size=1, max_size=3), st.booleans())
+def test_whatever_is_lost_the_target_is_reached(
+    plans: tuple[Plan, Plan], lost: set[DeviceId], zero1: bool
+) -> None:
+    """From intact copies if there are any, else from what is left together, else from outside."""
+    where = plans[1].placements
+    target = Plan(placements={s: p for s, p in where.items() if lost.isdisjoint(p.devices)})
+    states = {
+        s: dataclasses.replace(
+            x, recovery=(RecoverySource.HOST,), zero1=zero1 and x.optimizer is not None
+        )
+        for s, x in STATES.items()
+    }
+    graph = plan_transition(states, plans[0], target, hardware=HARDWARE, budget=ROOMY, lost=lost)
+    done = replay(graph)
+    assert done.violation is None and set(done.units) == units_of(target)
+    intact = {u for u in units_of(plans[0]) if lost.isdisjoint(u.devices)}
+    for stage in target.placements:
+        operations = [o for o in graph.operations if o.model_stage == stage]
+        old = plans[0][stage]
+        restored = graph.choices[stage].way is Way.RESTORED
+        if states[stage].zero1 and max(old.layout.dp, target[stage].layout.dp) > 1:
+            assert restored == (not lost.isdisjoint(old.devices))
+            continue
+        ranks = zip(*(old.replica_devices(i) for i in range(old.layout.dp)), strict=True)
+        assert restored == (not all(set(rank) - lost for rank in ranks))
+        if any(u.model_stage == stage for u in intact):
+            check_copies(graph, range(len(graph.operations)), {stage})
+            for operation in operations:
+                if operation.kind is not OperationKind.DESTROY:
+                    read = (*operation.reads, *operation.consumes)
+                    assert all(lost.isdisjoint(u.devices) for u in read)
 
 
 # --- without the common graph ---
