@@ -521,6 +521,27 @@ def test_states_must_cover_both_plans() -> None:
         plan_transition(STATES, plan, plan, hardware=HARDWARE)
 
 
+@given(placements(), placements())
+def test_the_way_through_host_memory(old: Placement, new: Placement) -> None:
+    budget = dataclasses.replace(ROOMY, ways=frozenset({Way.PARKED}))
+    plans = only(REFERENCE_SCORE, old), only(REFERENCE_SCORE, new)
+    graph = plan_transition(STATES, *plans, hardware=HARDWARE, budget=budget)
+    check_graph(graph, *plans)
+    for order in (range(len(graph.operations)), some_order(graph, random.Random(1))):
+        done = replay(graph, order)
+        assert done.violation is None and set(done.units) == units_of(plans[1])
+        check_copies(graph, order, {REFERENCE_SCORE})
+    for operation in graph.operations:
+        units = {OperationKind.PARK: operation.consumes, OperationKind.UNPARK: operation.produces}
+        if operation.kind in units:
+            parts = tilings(LM, units[operation.kind])
+            boxes = [(t.item_bytes, t.box(p)) for t in parts for p in t.positions]
+            block_bytes = sum(n * math.prod(b - a for a, b in box) for n, box in boxes)
+            assert operation.link_bytes.host == block_bytes and operation.link_bytes.wire == (
+                operation.link_bytes.inter_node
+            )
+
+
 @given(plan_pairs(), st.sets(st.sampled_from(POOL), min_size=1, max_size=3), st.booleans())
 def test_whatever_is_lost_the_target_is_reached(
     plans: tuple[Plan, Plan], lost: set[DeviceId], zero1: bool
