@@ -82,6 +82,17 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--num-processes", type=int, metavar="N", help="processes of the job")
     train.add_argument("--process-id", type=int, metavar="I", help="rank of this process")
     _add_explain(commands)
+    plan = commands.add_parser(
+        "plan",
+        help="find the best plans of a job, with or without its devices",
+        description=(
+            "Prints the fastest plans that fit: layout and microbatches of every model-stage, "
+            "modelled seconds and memory, what dominates, why the next plan is slower; or, when "
+            "nothing fits, the smallest number of devices that does. Nothing is run."
+        ),
+        allow_abbrev=False,
+    )
+    importlib.import_module("nereus_jax.trainer.plan_command").add_plan_arguments(plan)
     return parser
 
 
@@ -116,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
     try:
         arguments, rest = _parser().parse_known_args(argv)
-        run = {"train": _train, "explain": _explain}[arguments.command]
+        run = {"train": _train, "explain": _explain, "plan": _plan}[arguments.command]
         code = run(arguments, rest)
         sys.stdout.flush()
         return code
@@ -193,6 +204,15 @@ def _explain(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     title = f"{arguments.source} -> {arguments.target}: {arguments.model} on {hardware.name}"
     print(report.FORMATS[arguments.format](found, title), end="")
     return 0
+
+
+def _plan(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    if rest:
+        raise ConfigError(f"unknown argument {rest[0]!r}; see `nereus plan --help`")
+    run: int = importlib.import_module("nereus_jax.trainer.plan_command").run_plan(
+        arguments, _model
+    )
+    return run
 
 
 def _read_plan(path: str) -> Plan:

@@ -7,7 +7,9 @@ devices or for GPUs that are not there (`compile_only_devices`).
 import dataclasses
 import importlib.util
 import os
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -20,6 +22,9 @@ from nereus_jax.core.layout import ParallelLayout
 from nereus_jax.core.plan import Placement
 from nereus_jax.core.roles import ModelStage, Role, Stage
 from nereus_jax.models.sampling import SamplingConfig
+from nereus_jax.planning.hardware import CPU_EMULATED
+from nereus_jax.planning.search_plans import PlannedStep
+from nereus_jax.planning.search_problem import PlanProblem
 from nereus_jax.planning.workload import Workload
 from nereus_jax.rl.objectives import PolicyObjective, ValueObjective
 from nereus_jax.runtime import emu
@@ -28,7 +33,7 @@ from nereus_jax.runtime.engines.score import ScoreEngine, ScoreKind
 from nereus_jax.runtime.engines.train import TrainEngine
 from nereus_jax.runtime.optimizers import make_optimizer
 from nereus_jax.runtime.programs import Program, ProgramCache
-from nereus_jax.runtime.world import DeviceHandle, World
+from nereus_jax.runtime.world import DeviceHandle, World, form_world
 
 OPTIMIZER = OptimizerConfig()
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
@@ -213,3 +218,61 @@ def _generate(choice: ProgramChoice, site: emu.Site) -> Program:
         max_tokens=workload.max_response_tokens,
     )
     return engine.program(workload.rows, workload.prompt_lengths.max, sampling)
+
+
+def verify_step(problem: PlanProblem, step: PlannedStep) -> list[dict[str, Any]]:
+    """Compiles every program of a plan; those that are the same once.
+
+    Returns:
+      For each model-stage: model_stage, modelled_bytes and compiled_bytes (arguments, results and
+      temporaries on a device), compile_s.
+
+    Raises:
+      ConfigError: there is no compiler for the hardware.
+    """
+    devices = _devices(problem, step)
+    rows: list[dict[str, Any]] = []
+    done: dict[ProgramChoice, tuple[int, float]] = {}
+    for stage in step.stages:
+        choice = ProgramChoice(
+            model=problem.models[stage.model_stage.role],
+            model_stage=stage.model_stage,
+            workload=problem.workload,
+            layout=stage.layout,
+            microbatch_size=stage.microbatch_size,
+            microbatches=stage.microbatches,
+            remat=stage.remat,
+            zero1=stage.zero1,
+            param_dtype=problem.param_dtype,
+            compute_dtype=problem.compute_dtype,
+            token_chunk=problem.memory.token_chunk,
+        )
+        if choice not in done:
+            start_s = time.perf_counter()
+            program = compile_program(choice, devices)
+            results = max(program.output_bytes - program.alias_bytes, 0)
+            total = program.argument_bytes + results + program.temp_bytes
+            done[choice] = total, time.perf_counter() - start_s
+        total, compile_s = done[choice]
+        modelled = sum(stage.memory.values())
+        rows.append(
+            {
+                "model_stage": str(stage.model_stage),
+                "modelled_bytes": modelled,
+                "compiled_bytes": total,
+                "compile_s": compile_s,
+            }
+        )
+    return rows
+
+
+def _devices(problem: PlanProblem, step: PlannedStep) -> Sequence[DeviceHandle]:
+    needed = max(stage.layout.num_devices for stage in step.stages)
+    if problem.hardware.name == CPU_EMULATED:
+        return list(form_world(emulated_devices=needed).handles.values())
+    if not problem.hardware.name.startswith("h100"):
+        raise ConfigError(
+            f"--verify=compile knows the compiler's description of h100 only, got "
+            f"{problem.hardware.name}; leave --verify out"
+        )
+    return compile_only_devices(needed)
