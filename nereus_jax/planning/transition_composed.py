@@ -12,9 +12,10 @@ import numpy as np
 
 from nereus_jax.core.layout import ParallelLayout
 from nereus_jax.core.transition import OperationKind, Way
-from nereus_jax.planning.transition_draft import NONE, Draft, DraftBuilder, Family, Some
+from nereus_jax.planning.transition_builder import DraftBuilder
+from nereus_jax.planning.transition_draft import NONE, Draft, Family, Some
 from nereus_jax.planning.transition_ways import Change, copy_units
-from nereus_jax.planning.unit_bytes import Ints, held_bytes
+from nereus_jax.planning.unit_cuts import Ints, held_bytes
 from nereus_jax.planning.unit_layouts import (
     Degrees,
     common_degrees,

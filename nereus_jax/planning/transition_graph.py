@@ -31,7 +31,7 @@ from nereus_jax.planning.transition_operations import make_graph
 from nereus_jax.planning.transition_problem import make_problem
 from nereus_jax.planning.transition_schedule import make_schedule
 from nereus_jax.planning.transition_ways import Change, Side
-from nereus_jax.planning.unit_bytes import Ints, LeafClass, held_bytes, leaf_classes
+from nereus_jax.planning.unit_cuts import Ints, LeafClass, held_bytes, leaf_classes
 
 STAGE_ORDER = (Stage.GENERATE, Stage.SCORE, Stage.TRAIN)
 UNBOUNDED_BYTES = 1 << 60

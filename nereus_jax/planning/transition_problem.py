@@ -15,7 +15,7 @@ import numpy as np
 
 from nereus_jax.core.transition import OperationKind
 from nereus_jax.planning.transition_draft import Draft, Family, Phase, Some
-from nereus_jax.planning.unit_bytes import Bools, Ints
+from nereus_jax.planning.unit_cuts import Bools, Ints
 
 CellBytes = list[tuple[int, int]]
 """(cell, bytes on each of its devices)."""

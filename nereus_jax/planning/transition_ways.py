@@ -12,16 +12,16 @@ import dataclasses
 import numpy as np
 
 from nereus_jax.core.transition import OperationKind, RecoverySource, Way
+from nereus_jax.planning.transition_builder import DraftBuilder
 from nereus_jax.planning.transition_draft import (
     NO_UNITS,
     NONE,
     Draft,
-    DraftBuilder,
     Family,
     Ground,
     Some,
 )
-from nereus_jax.planning.unit_bytes import Ints, LeafClass, MeshShape
+from nereus_jax.planning.unit_cuts import Ints, LeafClass, MeshShape
 from nereus_jax.planning.unit_layouts import (
     Degrees,
     meeting_groups,

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from nereus_jax.planning.unit_bytes import Bools, Ints
+from nereus_jax.planning.unit_cuts import Bools, Ints
 
 Degrees = tuple[int, int]
 """(tp, pp) of a unit."""
