@@ -1,15 +1,17 @@
 """Generation of long-tailed responses: continuous batching against a static padded batch.
 
-Both runs use the same engine, the same prompts, the same weights and the same response lengths
+All runs use the same engine, the same prompts, the same weights and the same response lengths
 (each row has a limit of its own; there are no stop tokens). The static one decodes a batch until
-its longest response ends, then takes the next batch; the other one fills a place as soon as it is
-free. Batches have as many rows as there are places, so both have the same KV cache.
+its longest response ends, then takes the next batch; the continuous one fills a place as soon as it
+is free. Batches have as many rows as there are places, so both have the same KV cache. The paged
+one is the continuous one with a part of that cache, handed out in pages.
 """
 
 import argparse
 import csv
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,15 @@ import jax
 import numpy as np
 
 SHORTEST, LONGEST = 8, 512
+SHORTEST_PROMPT, LONGEST_PROMPT = 4, 128
 
 
-def lengths_of(histogram: Path | None, count: int, seed: int) -> np.ndarray:
-    """Response lengths: drawn from a histogram (from, to, share), or log-normal, then scaled.
+def lengths_of(
+    histogram: Path | None, count: int, seed: int, shortest: int, longest: int
+) -> np.ndarray:
+    """Lengths: drawn from a histogram (from, to, share), or log-normal, then scaled.
 
-    The 99.5th percentile becomes the longest length, and all are cut to [SHORTEST, LONGEST].
+    The 99.5th percentile becomes the longest length, and all are cut to [shortest, longest].
     """
     rng = np.random.default_rng(seed)
     if histogram is None:
@@ -33,16 +38,18 @@ def lengths_of(histogram: Path | None, count: int, seed: int) -> np.ndarray:
         low, high, share = np.array(bins).T
         chosen = rng.choice(len(bins), 20 * count, p=share / share.sum())
         drawn = rng.uniform(low[chosen], high[chosen])
-    scaled = drawn * LONGEST / np.quantile(drawn, 0.995)
-    return np.clip(np.ceil(rng.permutation(scaled)[:count]), SHORTEST, LONGEST).astype(int)
+    scaled = drawn * longest / np.quantile(drawn, 0.995)
+    return np.clip(np.ceil(rng.permutation(scaled)[:count]), shortest, longest).astype(int)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="where the figures go")
     parser.add_argument("--histogram", type=Path, help="CSV of response lengths: from, to, share")
+    parser.add_argument("--prompts", type=Path, help="CSV of prompt lengths: from, to, share")
     parser.add_argument("--rows", type=int, default=192)
     parser.add_argument("--places", type=int, default=24, help="rows decoded at a time")
+    parser.add_argument("--kv-share", type=float, default=0.5, help="of the contiguous KV cache")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="small: seconds, for a test")
     arguments = parser.parse_args()
@@ -77,12 +84,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     site = emu.make_site(world, ACTOR_GENERATE, placement, model.num_kv_heads)
     params = emu.initialize(model, Head.LM, site, "float32", seed=0)
     rng = np.random.default_rng(0)
-    tokens_BP = rng.integers(0, model.vocab_size, (rows, 32))
-    lengths_B = rng.integers(8, 33, rows)
-    limits_B = lengths_of(arguments.histogram, rows, seed=1)
+    tokens_BP = rng.integers(0, model.vocab_size, (rows, LONGEST_PROMPT))
+    lengths_B = lengths_of(arguments.prompts, rows, 2, SHORTEST_PROMPT, LONGEST_PROMPT)
+    limits_B = lengths_of(arguments.histogram, rows, 1, SHORTEST, LONGEST)
     sampling = SamplingConfig(max_tokens=LONGEST)
 
-    def engine(max_num_seqs: int) -> GenerateEngine:
+    def engine(max_num_seqs: int, kv_cache_tokens: int = 0) -> GenerateEngine:
         return GenerateEngine(
             config=model,
             site=site,
@@ -90,6 +97,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             prefill_rows=8,
             precision="default",
             max_num_seqs=max_num_seqs,
+            kv_cache_tokens=kv_cache_tokens,
             programs=ProgramCache(),
         )
 
@@ -100,14 +108,17 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         )
         return {name: np.asarray(x) for name, x in arrays.items()}
 
+    contiguous_tokens = places * (LONGEST_PROMPT + LONGEST)
     continuous, static = engine(places), engine(0)
+    paged = engine(places, int(arguments.kv_share * contiguous_tokens))
     parts = [slice(first, first + places) for first in range(0, rows, places)]
-    ways = {
-        "continuous": lambda: generate(continuous, slice(0, rows))["tokens"],
-        "static": lambda: np.concatenate([generate(static, p)["tokens"] for p in parts]),
+    ways: dict[str, Callable[[], list[dict[str, np.ndarray]]]] = {
+        "continuous": lambda: [generate(continuous, slice(0, rows))],
+        "static": lambda: [generate(static, p) for p in parts],
+        "paged": lambda: [generate(paged, slice(0, rows))],
     }
-    tokens = {name: way() for name, way in ways.items()}  # compiles
-    same = bool(np.array_equal(tokens["continuous"], tokens["static"]))
+    outputs = {name: way() for name, way in ways.items()}  # compiles
+    tokens = {name: np.concatenate([o["tokens"] for o in out]) for name, out in outputs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(arguments.repeats):
         for name, way in ways.items():
@@ -116,21 +127,49 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             seconds[name].append(time.perf_counter() - start_s)
     medians = {name: float(np.median(s)) for name, s in seconds.items()}
     generated = int(limits_B.sum())
-    longest = np.array([limits_B[p].max() for p in parts])
+    pool = paged.page_pool(places, LONGEST_PROMPT + LONGEST)
+    assert pool is not None, "--kv-share below 1"
+    temp_bytes = {
+        name: of.program(rows, LONGEST_PROMPT, sampling).temp_bytes
+        for name, of in (("continuous", continuous), ("paged", paged))
+    }
     return {
         "tokens_per_s_over_static": medians["static"] / medians["continuous"],
+        "paged_tokens_per_s_over_contiguous": medians["continuous"] / medians["paged"],
+        "kv_bytes_over_contiguous": pool.num_pages * pool.page_tokens / contiguous_tokens,
         "detail": {
-            "same_tokens": same,
+            "same_tokens": {
+                name: bool(np.array_equal(x, tokens["static"])) for name, x in tokens.items()
+            },
             "tokens_per_s": {name: generated / s for name, s in medians.items()},
             "seconds": seconds,
+            "temp_bytes": temp_bytes,
+            "prefill_padding_share": {
+                name: padding_share(out, "prompt_tokens", "prefill_tokens")
+                for name, out in outputs.items()
+            },
+            "decode_padding_share": {
+                name: padding_share(out, "row_tokens", "decode_tokens")
+                for name, out in outputs.items()
+            },
+            "restarts": sum(int(o["restarts"].sum()) for o in outputs["paged"]),
+            "redone_share": sum(int(o["row_tokens"].sum()) for o in outputs["paged"])
+            / (generated - rows)
+            - 1,
             "rows": rows,
             "places": places,
             "mean_length": float(limits_B.mean()),
             "p95_length": float(np.quantile(limits_B, 0.95)),
-            "static_padding_share": float(1 - generated / (places * longest.sum())),
+            "mean_prompt": float(lengths_B.mean()),
             "model": sizes,
         },
     }
+
+
+def padding_share(outputs: list[dict[str, np.ndarray]], used: str, computed: str) -> float:
+    """Share of the computed positions that held no token."""
+    sums = [sum(int(o[name].sum()) for o in outputs) for name in (used, computed)]
+    return 1 - sums[0] / sums[1]
 
 
 if __name__ == "__main__":

@@ -9,6 +9,11 @@ leaves the last rank in tick t has its next tokens drawn and enters rank 0 in ti
 after the first pp - 1 ticks no rank idles. Free slots are filled when their group has left. With
 pp = 1 this is a plain decode loop.
 
+With a paged cache a row enters when there are pages for its prompt and one more for each row that
+is under way. When the pages run out all the same, the last rows in the order of the batch give
+theirs up and wait again: started anew, they draw the same tokens. The first row that is not done
+never makes way, and one row always fits, so that every row is done some time.
+
 Runs inside a manual `shard_map` (without the check of replication, as some loop carries agree
 between devices in ways that it cannot prove).
 
@@ -18,7 +23,6 @@ S = P + T cache, L layers held here, C key/value heads held here, K head dim, D 
 
 import dataclasses
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +30,12 @@ from flax import nnx
 from jax import lax
 
 from nereus_jax.models.attention import cached_attention
+from nereus_jax.models.decode_state import DecodeState, Effort, Responses, Rows, Slots
 from nereus_jax.models.decoder import Decoder
+from nereus_jax.models.kv_cache import Cache, PagedCache, PagePool, empty_cache, prefix_sizes
 from nereus_jax.models.mesh_axes import axis_index, axis_size
 from nereus_jax.models.pipeline import from_last_rank
-from nereus_jax.models.prefill import KVCache, pick, prefill
+from nereus_jax.models.prefill import pick, prefill, prefill_tokens
 from nereus_jax.models.sampling import SamplingConfig, row_keys, sample_tokens
 
 CACHE_STEPS = 8
@@ -37,69 +43,6 @@ CACHE_STEPS = 8
 
 SHORT_CACHE = 64
 """No step is shorter: it would save less than the choice costs."""
-
-
-class Rows(NamedTuple):
-    """What is to be generated, the same on all devices of a replica.
-
-    Attributes:
-      tokens: [N, P] right-padded prompts.
-      lengths: [N] of the prompts; 0 marks a row that only fills up the batch.
-      samples: [N] what names the draws, with the seed.
-      limits: [N] most tokens of each response, 1 to T.
-    """
-
-    tokens: jax.Array
-    lengths: jax.Array
-    samples: jax.Array
-    limits: jax.Array
-
-
-class Responses(NamedTuple):
-    """tokens [N, T], logprobs [N, T], lengths [N], and whether a stop token ended it [N]."""
-
-    tokens: jax.Array
-    logprobs: jax.Array
-    lengths: jax.Array
-    finished: jax.Array
-
-
-class Slots(NamedTuple):
-    """What sits in the slots [G, B].
-
-    Attributes:
-      row: index of the row, N where there is none.
-      position: cache position of the newest token.
-      count: tokens generated so far.
-      active: whether the row goes on.
-      entering: [G, B, D] embedding of the newest token.
-    """
-
-    row: jax.Array
-    position: jax.Array
-    count: jax.Array
-    active: jax.Array
-    entering: jax.Array
-
-
-class DecodeState(NamedTuple):
-    """Carry of the decode loop.
-
-    Attributes:
-      tick: number of ticks done.
-      head: rows that have been given a slot.
-      moving: [B, 1, D] activations handed on by the rank before.
-      cache: keys and values [L, G, B, S, C, K].
-      slots: what sits where.
-      out: the responses so far.
-    """
-
-    tick: jax.Array
-    head: jax.Array
-    moving: jax.Array
-    cache: KVCache
-    slots: Slots
-    out: Responses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,27 +54,29 @@ class Generator:
       sampling: how tokens are drawn.
       prefill_rows: most prompts that are in the layers at a time.
       num_slots: rows of a replica that are decoded at a time, a multiple of pp; at most N.
+      pool: the pages of the KV cache; None for room for every slot's longest row.
     """
 
     decoder: Decoder
     sampling: SamplingConfig
     prefill_rows: int
     num_slots: int
+    pool: PagePool | None = None
 
-    def __call__(self, rows: Rows, seed: jax.Array) -> Responses:
+    def __call__(self, rows: Rows, seed: jax.Array) -> tuple[Responses, Effort]:
         """Generates the responses of a replica's rows.
 
         Args:
-          rows: N of them, at least as many as slots.
+          rows: N of them, at least as many as slots; those of like prompt length together.
           seed: uint32 scalar.
         """
         state = self._begin(rows, seed)
 
         def unfinished(state: DecodeState) -> jax.Array:
-            return self._agreed(jnp.any(state.slots.active) | (state.head < rows.lengths.shape[0]))
+            return self._agreed(jnp.any(state.slots.active) | jnp.any(state.waiting))
 
         state = lax.while_loop(unfinished, lambda s: self._tick(s, rows, seed), state)
-        return state.out
+        return state.out.cut(self.sampling.pad_id), state.effort
 
     @property
     def _groups(self) -> int:
@@ -149,67 +94,80 @@ class Generator:
     def _begin(self, rows: Rows, seed: jax.Array) -> DecodeState:
         """The first rows in the slots, with their first tokens drawn."""
         num_rows, width = rows.tokens.shape
-        groups, slots, max_tokens = self._groups, self.num_slots, self.sampling.max_tokens
-        micro = largest_divisor(slots, self.prefill_rows)
-        cache, hidden_nD = prefill(
-            self.decoder, rows.tokens[:slots], rows.lengths[:slots], micro, width + max_tokens
-        )
-        layers, _, *rest = cache.k.shape
-        shape = (layers, groups, slots // groups, *rest)
-        embed_dim, dtype = hidden_nD.shape[1], self.decoder.layers.k.dtype
-        empty = (groups, slots // groups)
-        free = Slots(
-            row=jnp.full(empty, num_rows, jnp.int32),
-            position=jnp.zeros(empty, jnp.int32),
-            count=jnp.zeros(empty, jnp.int32),
-            active=jnp.zeros(empty, bool),
-            entering=jnp.zeros((*empty, embed_dim), dtype),
-        )
+        groups, max_tokens = self._groups, self.sampling.max_tokens
+        per_group = self.num_slots // groups
+        embed_dim, dtype = self.decoder.config.embed_dim, self.decoder.layers.k.dtype
         state = DecodeState(
             tick=jnp.int32(0),
-            head=jnp.int32(slots),
-            moving=jnp.zeros((slots // groups, 1, embed_dim), dtype),
-            cache=KVCache(cache.k.reshape(shape), cache.v.reshape(shape)),
-            slots=free,
-            out=Responses(
-                tokens=jnp.full((num_rows, max_tokens), self.sampling.pad_id, jnp.int32),
-                logprobs=jnp.zeros((num_rows, max_tokens), jnp.float32),
-                lengths=jnp.zeros(num_rows, jnp.int32),
-                finished=jnp.zeros(num_rows, bool),
-            ),
+            waiting=rows.lengths > 0,
+            moving=jnp.zeros((per_group, 1, embed_dim), dtype),
+            cache=empty_cache(self.decoder, groups, per_group, width + max_tokens, self.pool),
+            slots=Slots.free(groups, per_group, num_rows, embed_dim, dtype),
+            out=Responses.none(num_rows, max_tokens, self.sampling.pad_id),
+            effort=Effort(*(jnp.int32(0) for _ in Effort._fields)),
         )
-        places = jnp.arange(slots)
-        return self._enter(
-            state, rows, seed, hidden_nD, places, places // empty[1], places % empty[1]
-        )
+        places = jnp.arange(self.num_slots)
+        first = jnp.where(self._fits(state, rows, places), places, num_rows)
+        micro = largest_divisor(self.num_slots, self.prefill_rows)
+        where = (places // per_group, places % per_group)
+        return self._enter(state, rows, seed, first, where, micro)
+
+    def _fits(self, state: DecodeState, rows: Rows, row_R: jax.Array) -> jax.Array:
+        """Which of these rows, one after the other, there are pages for; row N is none."""
+        lengths_R = jnp.take(rows.lengths, row_R, mode="fill", fill_value=0)
+        real_R = lengths_R > 0
+        if not isinstance(state.cache, PagedCache):
+            return real_R
+        # One page more for each row, so that none has to make way for the next one to grow.
+        needs_R = jnp.where(real_R, self._pages(lengths_R) + 1, 0)
+        under_way = jnp.sum(state.slots.active)
+        _, free = state.cache.free_pages()
+        fits_R = jnp.cumsum(needs_R) <= free - under_way
+        alone_R = (under_way == 0) & (jnp.cumsum(real_R) == 1)
+        return real_R & (fits_R | alone_R)
+
+    def _pages(self, lengths: jax.Array) -> jax.Array:
+        """Pages of a prompt and of its first token."""
+        assert self.pool is not None
+        return lengths // self.pool.page_tokens + 1
 
     def _enter(
         self,
         state: DecodeState,
         rows: Rows,
         seed: jax.Array,
-        hidden_RD: jax.Array,
         row_R: jax.Array,
-        group_R: jax.Array,
-        slot_R: jax.Array,
+        place_R: tuple[jax.Array, jax.Array],
+        micro: int,
     ) -> DecodeState:
-        """Draws the first tokens of rows whose prompts are in the cache; row N means none."""
-        num_rows, slots = rows.lengths.shape[0], state.slots
-        lengths_R = jnp.take(rows.lengths, row_R, mode="fill", fill_value=0)
-        real_R = lengths_R > 0
-        tokens_R, logprobs_R = self._draw(
-            hidden_RD,
-            jnp.take(rows.samples, row_R, mode="fill", fill_value=0),
-            jnp.zeros_like(row_R),
-            seed,
+        """Rows into free slots: their prompts into the cache, and their first tokens drawn.
+
+        Args:
+          state: of the loop.
+          rows: all of them.
+          seed: of the draws.
+          row_R: which rows; N for none.
+          place_R: their groups and slots.
+          micro: rows of a prefill microbatch.
+        """
+        num_rows, slots, cache = rows.lengths.shape[0], state.slots, state.cache
+        tokens_RP, lengths_R, samples_R, limits_R = (
+            jnp.take(x, row_R, axis=0, mode="fill", fill_value=0) for x in rows
         )
-        stops_R = self._is_stop(tokens_R)
-        goes_on_R = real_R & ~stops_R & (jnp.take(rows.limits, row_R, mode="clip") > 1)
+        real_R = lengths_R > 0
         # What is no row writes nowhere.
         row_R = jnp.where(real_R, row_R, num_rows)
-        group_R = jnp.where(real_R, group_R, slots.row.shape[0])
-        where = (group_R, slot_R)
+        where = (jnp.where(real_R, place_R[0], slots.row.shape[0]), place_R[1])
+        if isinstance(cache, PagedCache):
+            cache = cache.hand_out(jnp.where(real_R, self._pages(lengths_R), 0), *where)
+        cache, hidden_RD = prefill(self.decoder, tokens_RP, lengths_R, where, micro, cache)
+        computed = prefill_tokens(lengths_R, micro, tokens_RP.shape[1])
+        tokens_R, logprobs_R = self._draw(hidden_RD, samples_R, jnp.zeros_like(row_R), seed)
+        stops_R = self._is_stop(tokens_R)
+        goes_on_R = real_R & ~stops_R & (limits_R > 1)
         return state._replace(
+            waiting=state.waiting.at[row_R].set(False, mode="drop"),
+            cache=cache,
             slots=Slots(
                 row=slots.row.at[where].set(row_R, mode="drop"),
                 position=slots.position.at[where].set(lengths_R, mode="drop"),
@@ -224,6 +182,10 @@ class Generator:
                 logprobs=state.out.logprobs.at[row_R, 0].set(logprobs_R, mode="drop"),
                 lengths=state.out.lengths.at[row_R].set(1, mode="drop"),
                 finished=state.out.finished.at[row_R].set(stops_R, mode="drop"),
+            ),
+            effort=state.effort._replace(
+                prefill_tokens=state.effort.prefill_tokens + computed,
+                prompt_tokens=state.effort.prompt_tokens + jnp.sum(lengths_R),
             ),
         )
 
@@ -269,49 +231,44 @@ class Generator:
         leaving = state.tick - groups
         hidden_BD = from_last_rank(x[:, 0], axes)
         state = self._append(state, rows, seed, hidden_BD, leaving % groups, leaving >= 0)
-        if rows.lengths.shape[0] == self.num_slots:
+        if isinstance(state.cache, PagedCache):
+            state = self._grow(state, leaving % groups)
+        elif rows.lengths.shape[0] == self.num_slots:
             return state
         return self._refill(state, rows, seed, leaving % groups)
 
     def _layers(
         self,
         x_B1D: jax.Array,
-        cache: KVCache,
+        cache: Cache,
         group: jax.Array,
         positions_B: jax.Array,
         works_B: jax.Array,
-    ) -> tuple[jax.Array, KVCache]:
+    ) -> tuple[jax.Array, Cache]:
         """One token a slot of one group through the layers held here."""
         graphdef, stacked = nnx.split(self.decoder.layers)
         cos, sin = self.decoder.rope(positions_B[:, None])
-        layers, _, num_slots, length, *heads = cache.k.shape
-        slots_B = jnp.arange(num_slots)
-        writes_B = jnp.where(works_B, positions_B, length)
-        step = max(-(-length // CACHE_STEPS), min(SHORT_CACHE, length))
-        sizes = [min(size, length) for size in range(step, length + step, step)]
+        sizes = prefix_sizes(cache.length, CACHE_STEPS, SHORT_CACHE)
         longest = jnp.max(jnp.where(works_B, positions_B, 0))
 
         def body(
-            carry: tuple[jax.Array, KVCache], layer: tuple[nnx.State, jax.Array]
-        ) -> tuple[tuple[jax.Array, KVCache], None]:
+            carry: tuple[jax.Array, Cache], layer: tuple[nnx.State, jax.Array]
+        ) -> tuple[tuple[jax.Array, Cache], None]:
             x, cache = carry
             params, index = layer
             block = nnx.merge(graphdef, params)
             q, k, v = block.qkv(x, cos, sin)
-            cache = KVCache(
-                cache.k.at[index, group, slots_B, writes_B].set(k[:, 0], mode="drop"),
-                cache.v.at[index, group, slots_B, writes_B].set(v[:, 0], mode="drop"),
-            )
+            cache = cache.write_tokens(index, group, k[:, 0], v[:, 0], positions_B, works_B)
 
             def attend(size: int) -> jax.Array:
-                place, shape = (index, group, 0, 0, 0, 0), (1, 1, num_slots, size, *heads)
-                read = [lax.dynamic_slice(c, place, shape)[0, 0] for c in cache]
+                read = cache.read(index, group, size)
                 return cached_attention(q[:, 0], *block.match_heads(q, *read), positions_B)
 
-            attended = lax.switch(longest // step, [partial(attend, size) for size in sizes])
+            attended = lax.switch(longest // sizes[0], [partial(attend, size) for size in sizes])
             return (block.output(x, attended), cache), None
 
-        (x, cache), _ = lax.scan(body, (x_B1D, cache), (stacked, jnp.arange(layers)))
+        index_L = jnp.arange(stacked.k[...].shape[0])
+        (x, cache), _ = lax.scan(body, (x_B1D, cache), (stacked, index_L))
         return x, cache
 
     def _append(
@@ -355,6 +312,43 @@ class Generator:
                 lengths=state.out.lengths.at[row_B].add(1, mode="drop"),
                 finished=state.out.finished.at[row_B].set(stops_B, mode="drop"),
             ),
+            effort=state.effort._replace(
+                decode_tokens=state.effort.decode_tokens + has_left * goes_B.shape[0],
+                row_tokens=state.effort.row_tokens + jnp.sum(goes_B),
+            ),
+        )
+
+    def _grow(self, state: DecodeState, group: jax.Array) -> DecodeState:
+        """Gives pages to the rows of a group that need one for their next token.
+
+        When there are too few, rows make way, the last ones first. A row that is on its way through
+        the pipeline may be among them: from now on it writes nowhere.
+        """
+        cache, slots = state.cache, state.slots
+        assert isinstance(cache, PagedCache)
+        position_B = pick(slots.position, group)
+        lacking_B = cache.lacking(group, position_B)
+
+        def needs(active_GB: jax.Array) -> jax.Array:
+            return lacking_B & pick(active_GB, group)
+
+        def too_few(active_GB: jax.Array) -> jax.Array:
+            return jnp.sum(needs(active_GB)) > cache.keep(active_GB).free_pages()[1]
+
+        def without_last(active_GB: jax.Array) -> jax.Array:
+            last = jnp.argmax(jnp.where(active_GB, slots.row, -1))
+            return active_GB & (jnp.arange(active_GB.size).reshape(active_GB.shape) != last)
+
+        stays_GB = lax.while_loop(too_few, without_last, slots.active)
+        makes_way_GB = slots.active & ~stays_GB
+        row_GB = jnp.where(makes_way_GB, slots.row, state.waiting.shape[0])
+        return state._replace(
+            waiting=state.waiting.at[row_GB].set(True, mode="drop"),
+            cache=cache.keep(stays_GB).grow(group, position_B, needs(stays_GB)),
+            slots=slots._replace(active=stays_GB),
+            effort=state.effort._replace(
+                restarts=state.effort.restarts + jnp.sum(makes_way_GB),
+            ),
         )
 
     def _refill(
@@ -366,30 +360,20 @@ class Generator:
         """
         num_rows, num_slots = rows.lengths.shape[0], state.slots.row.shape[1]
         together = largest_divisor(num_slots, max(min(self.prefill_rows, num_slots // 8), 1))
-        num_free = jnp.sum(~pick(state.slots.active, group))
-        waiting = num_rows - state.head
-        enough = (waiting > 0) & (num_free >= jnp.minimum(together, waiting))
+        active_B = pick(state.slots.active, group)
+        row_R = jnp.nonzero(state.waiting, size=together, fill_value=num_rows)[0]
+        has_slot_R = jnp.arange(together) < jnp.sum(~active_B)
+        row_R = jnp.where(has_slot_R & self._fits(state, rows, row_R), row_R, num_rows)
+        entering = jnp.sum(row_R < num_rows)
+        all_that_can = jnp.minimum(together, jnp.sum(state.waiting))
+        enough = (entering > 0) & ((entering == all_that_can) | ~jnp.any(state.slots.active))
 
         def enter(state: DecodeState) -> DecodeState:
             # The free slots first; a replica that joins others without need enters nothing.
-            slot_R = jnp.argsort(pick(state.slots.active, group), stable=True)[:together]
-            order_R = jnp.arange(together)
-            enters_R = enough & (order_R < jnp.minimum(num_free, waiting))
-            row_R = jnp.where(enters_R, state.head + order_R, num_rows)
-            tokens_RP = jnp.take(rows.tokens, row_R, axis=0, mode="fill", fill_value=0)
-            lengths_R = jnp.take(rows.lengths, row_R, mode="fill", fill_value=0)
-            width = tokens_RP.shape[1]
-            new, hidden_RD = prefill(self.decoder, tokens_RP, lengths_R, together, width)
-            place_R = jnp.where(enters_R, slot_R, num_slots)
-            cache = KVCache(
-                *(
-                    old.at[:, group, place_R, :width].set(block, mode="drop")
-                    for old, block in zip(state.cache, new, strict=True)
-                )
-            )
-            state = state._replace(cache=cache, head=state.head + jnp.sum(enters_R))
-            groups_R = jnp.full(together, group, jnp.int32)
-            return self._enter(state, rows, seed, hidden_RD, row_R, groups_R, slot_R)
+            slot_R = jnp.argsort(active_B, stable=True)[:together]
+            place_R = (jnp.full(together, group, jnp.int32), slot_R)
+            entering_R = jnp.where(enough, row_R, num_rows)
+            return self._enter(state, rows, seed, entering_R, place_R, together)
 
         return lax.cond(self._agreed(enough), enter, lambda s: s, state)
 

@@ -203,6 +203,10 @@ CROSS_CHECKS: list[tuple[dict[str, Any], list[str]]] = [
         ["reward.model_path: expected a reward model directory"],
     ),
     ({"plan__reward-SCORE": "dp=1"}, ["plan.reward-SCORE", "reward.model_path is empty"]),
+    (
+        {"rollout__kv_cache_tokens": 20, "rollout__kv_page_tokens": 7},
+        ["rollout.kv_cache_tokens=20 does not hold one row", "at least 21, or to 0"],
+    ),
     ({"rollout__source": "recorded"}, ["needs rollout.recorded_dir"]),
     (
         {"rollout__source": "recorded", "rollout__recorded_dir": "nowhere"},
@@ -239,6 +243,11 @@ def test_fields_that_do_not_fit_together(changes: dict[str, Any], parts: list[st
     message = message_of(smallest(**changes))
     for part in parts:
         assert part in message
+
+
+def test_a_kv_cache_of_one_row_in_whole_pages_is_allowed() -> None:
+    run = parse_config(smallest(rollout__kv_cache_tokens=21, rollout__kv_page_tokens=7))
+    assert run.rollout.kv_cache_tokens == 21
 
 
 def test_greedy_evaluation_is_allowed() -> None:

@@ -15,8 +15,9 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from nereus_jax.core.architectures import DecoderConfig, Head
+from nereus_jax.models.decode_state import Rows
 from nereus_jax.models.decoder import bind, decoder_graphdef
-from nereus_jax.models.generate import Generator, Rows
+from nereus_jax.models.generate import Generator
 from nereus_jax.models.mesh_axes import UNSHARDED, MeshAxes
 from nereus_jax.models.sampling import SamplingConfig, gumbel_noise, row_keys, sample_tokens
 
@@ -254,7 +255,7 @@ def decoder_params() -> dict[str, jax.Array]:
 def _generate(sampling: SamplingConfig, slots: int, params, tokens, lengths, samples, limits, seed):
     graphdef = decoder_graphdef(CONFIG, Head.LM, UNSHARDED)
     generator = Generator(bind(graphdef, params), sampling, PREFILL_ROWS, slots or len(lengths))
-    return generator(Rows(tokens, lengths, samples, limits), seed)
+    return generator(Rows(tokens, lengths, samples, limits), seed)[0]
 
 
 def generate(

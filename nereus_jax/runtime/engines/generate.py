@@ -1,6 +1,6 @@
 """The GENERATE engine: prompts in, sampled responses and their log-probabilities out.
 
-Shapes: B rows, P prompt, T response.
+Shapes: B rows, N rows of all replicas with those that only fill up, P prompt, T response.
 """
 
 import dataclasses
@@ -9,17 +9,21 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from nereus_jax.core.architectures import DecoderConfig, Head
+from nereus_jax.core.errors import InfeasiblePlanError
 from nereus_jax.core.layout import DP
+from nereus_jax.models.decode_state import Rows
 from nereus_jax.models.decoder import bind, decoder_graphdef
-from nereus_jax.models.generate import Generator, Rows
+from nereus_jax.models.generate import Generator
+from nereus_jax.models.kv_cache import PagePool
 from nereus_jax.models.mesh_axes import SHARDED
 from nereus_jax.models.sampling import SamplingConfig
 from nereus_jax.runtime import host
 from nereus_jax.runtime.emu import Params, Site, partition_spec
-from nereus_jax.runtime.programs import Program, ProgramCache, ProgramKey
+from nereus_jax.runtime.programs import Program, ProgramCache, ProgramKey, Recipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,9 @@ class GenerateEngine:
       precision: of matrix products, a `jax.default_matmul_precision` name.
       max_num_seqs: rows of a replica that are decoded at a time, each with a place in the KV cache;
         others wait for a row to end; 0: all.
+      kv_cache_tokens: positions of a replica's KV cache; 0: room for every slot's longest row.
+        With less than that it is handed out in pages, and rows wait for pages too.
+      kv_page_tokens: positions of a page.
       programs: where compiled programs are kept.
     """
 
@@ -43,6 +50,8 @@ class GenerateEngine:
     prefill_rows: int
     precision: str
     max_num_seqs: int = 0
+    kv_cache_tokens: int = 0
+    kv_page_tokens: int = 32
     programs: ProgramCache = dataclasses.field(compare=False)
 
     def __post_init__(self) -> None:
@@ -64,12 +73,36 @@ class GenerateEngine:
         dp = self.site.placement.layout.dp
         return dp * max(-(-num_rows // dp), self.slots(num_rows))
 
+    def page_pool(self, slots: int, longest_row: int) -> PagePool | None:
+        """The pages of a replica's KV cache; None where every slot's longest row has room.
+
+        Raises:
+          InfeasiblePlanError: the longest row has no room.
+        """
+        if not self.kv_cache_tokens or self.kv_cache_tokens >= slots * longest_row:
+            return None
+        num_pages = self.kv_cache_tokens // self.kv_page_tokens
+        pool = PagePool(num_pages=num_pages, page_tokens=self.kv_page_tokens)
+        needed = pool.pages(longest_row)
+        if num_pages < needed:
+            raise InfeasiblePlanError(
+                f"a KV cache of {self.kv_cache_tokens} tokens has {num_pages} pages of "
+                f"{self.kv_page_tokens}, the longest row of {longest_row} tokens takes {needed}; "
+                f"raise kv_cache_tokens to at least {needed * self.kv_page_tokens}, or set it to 0 "
+                f"for a cache with room for every row's maximum"
+            )
+        return pool
+
     def program(self, num_rows: int, prompt_width: int, sampling: SamplingConfig) -> Program:
         """The compiled program for a batch of this shape."""
+        return self.programs.get(*self.recipe(num_rows, prompt_width, sampling))
+
+    def recipe(self, num_rows: int, prompt_width: int, sampling: SamplingConfig) -> Recipe:
+        """How the program for a batch of this shape is made."""
         rows = self.padded_rows(num_rows)
         slots = self.slots(num_rows)
         key = ProgramKey.of(self.site, self, "generate", rows, slots, prompt_width, sampling)
-        return self.programs.get(key, lambda: self._lower(rows, slots, prompt_width, sampling))
+        return key, lambda: self._lower(rows, slots, prompt_width, sampling)
 
     def dispatch(
         self,
@@ -83,6 +116,8 @@ class GenerateEngine:
     ) -> Mapping[str, jax.Array]:
         """Starts generation; the arrays hold the padded rows, which the caller cuts.
 
+        Rows are dealt to the replicas by prompt length, and come back in the caller's order.
+
         Args:
           params: the model's arrays on this site.
           tokens_BP: right-padded prompts.
@@ -93,15 +128,17 @@ class GenerateEngine:
           limits_B: most tokens of each response, 1 to T; None: T for all.
 
         Returns:
-          tokens [B, T], logprobs [B, T], lengths [B], finished [B].
+          tokens [B, T], logprobs [B, T], lengths [B], finished [B], and the counters of `Effort`,
+          one entry a replica.
         """
         num_rows, width = tokens_BP.shape
         program = self.program(num_rows, width, sampling)
         missing = self.padded_rows(num_rows) - num_rows
-        rows = self.site.sharding((DP,))
+        lengths_N = np.pad(prompt_lengths_B, (0, missing))
+        order_N = deal(lengths_N, self.site.placement.layout.dp)
         no_limits_B = np.full(num_rows, sampling.max_tokens)
-        arguments = [
-            host.put(np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)), rows)
+        arrays = [
+            np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))[order_N]
             for x in (
                 tokens_BP.astype(np.int32),
                 prompt_lengths_B.astype(np.int32),
@@ -109,6 +146,9 @@ class GenerateEngine:
                 (no_limits_B if limits_B is None else limits_B).astype(np.int32),
             )
         ]
+        places_N = np.argsort(order_N).astype(np.int32)
+        by_row = self.site.sharding((DP,))
+        arguments = [host.put(x, by_row) for x in (*arrays, places_N)]
         seed_array = host.put(np.asarray(seed, np.uint32), self.site.sharding())
         return program.run(params, *arguments, seed_array)
 
@@ -117,6 +157,7 @@ class GenerateEngine:
     ) -> jax.stages.Lowered:
         spec = self.config.spec(Head.LM, self.dtype)
         graphdef = decoder_graphdef(self.config, Head.LM, SHARDED)
+        pool = self.page_pool(slots, prompt_width + sampling.max_tokens)
 
         def generate(
             params: Params,
@@ -124,11 +165,15 @@ class GenerateEngine:
             prompt_lengths_N: jax.Array,
             sample_indices_N: jax.Array,
             limits_N: jax.Array,
+            places_N: jax.Array,
             seed: jax.Array,
         ) -> dict[str, jax.Array]:
-            generator = Generator(bind(graphdef, params), sampling, self.prefill_rows, slots)
+            generator = Generator(bind(graphdef, params), sampling, self.prefill_rows, slots, pool)
             rows = Rows(tokens_NP, prompt_lengths_N, sample_indices_N, limits_N)
-            return generator(rows, seed)._asdict()
+            responses, effort = generator(rows, seed)
+            whole = lax.all_gather(responses, DP, tiled=True)
+            returned = {name: x[places_N] for name, x in whole._asdict().items()}
+            return returned | {name: x[None] for name, x in effort._asdict().items()}
 
         by_row = PartitionSpec(DP)
         mapped = jax.shard_map(
@@ -136,18 +181,15 @@ class GenerateEngine:
             mesh=self.site.mesh,
             in_specs=(
                 {leaf.name: partition_spec(leaf, spec.rules) for leaf in spec},
-                by_row,
-                by_row,
-                by_row,
-                by_row,
+                *[by_row] * 5,
                 PartitionSpec(),
             ),
             out_specs=by_row,
             check_vma=False,
         )
         row_sharding = self.site.sharding((DP,))
-        shapes = [(rows, prompt_width), (rows,), (rows,), (rows,)]
-        dtypes = [jnp.int32, jnp.int32, jnp.uint32, jnp.int32]
+        shapes = [(rows, prompt_width), *[(rows,)] * 4]
+        dtypes = [jnp.int32, jnp.int32, jnp.uint32, jnp.int32, jnp.int32]
         abstract = [
             jax.ShapeDtypeStruct(shape, dtype, sharding=row_sharding)
             for shape, dtype in zip(shapes, dtypes, strict=True)
@@ -155,3 +197,14 @@ class GenerateEngine:
         seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=self.site.sharding())
         with jax.default_matmul_precision(self.precision):
             return jax.jit(mapped).lower(self.site.abstract(spec), *abstract, seed)
+
+
+def deal(lengths_N: np.ndarray, dp: int) -> np.ndarray:
+    """An order of rows [N], replica after replica, each with its rows from long to short prompts.
+
+    The rows go round the replicas there and back, so that all get prompts of about the same length,
+    and rows without a prompt come last everywhere.
+    """
+    by_length = np.argsort(-lengths_N, kind="stable").reshape(-1, dp)
+    by_length[1::2] = by_length[1::2, ::-1]
+    return by_length.T.reshape(-1)
