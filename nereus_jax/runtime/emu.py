@@ -16,18 +16,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nereus_jax.core.architectures import LAYER_PREFIX, DecoderConfig, Head
-from nereus_jax.core.devices import DeviceId
 from nereus_jax.core.emu_spec import Box, EmuSpec, LeafSpec, ShardingRules
 from nereus_jax.core.layout import MESH_AXES, ParallelLayout
 from nereus_jax.core.plan import Placement
 from nereus_jax.core.roles import ModelStage
 from nereus_jax.core.transition import Unit
 from nereus_jax.models.decoder import initial_values
+from nereus_jax.runtime.blocks import Blocks, BlockViews
 from nereus_jax.runtime.world import DeviceHandle, World
 
 Params = dict[str, jax.Array]
-DeviceBlocks = Mapping[DeviceId, jax.Array]
-"""Blocks of one leaf, each an array on its device alone."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,7 +185,7 @@ class ElasticModelUnit:
     """
 
     unit: Unit
-    blocks: Mapping[str, DeviceBlocks]
+    blocks: Mapping[str, Blocks]
     version: int = 0
 
     @property
@@ -197,7 +195,11 @@ class ElasticModelUnit:
 
 
 def units_of(
-    world: World, site: Site, arrays: Mapping[str, jax.Array], version: int = 0
+    world: World,
+    site: Site,
+    arrays: Mapping[str, jax.Array],
+    version: int = 0,
+    views: BlockViews | None = None,
 ) -> tuple[ElasticModelUnit, ...]:
     """The units of a DP group, one a replica; nothing is copied.
 
@@ -206,12 +208,10 @@ def units_of(
       site: of the group.
       arrays: its leaves, by name.
       version: optimizer updates behind them.
+      views: knows the blocks of arrays that have lost some; None: all are whole.
     """
-    names = {handle: device for device, handle in world.handles.items()}
-    held = {
-        leaf: {names[s.device]: s.data for s in array.addressable_shards}
-        for leaf, array in arrays.items()
-    }
+    views = BlockViews() if views is None else views
+    held = {leaf: views.of(world, array) for leaf, array in arrays.items()}
     layout = site.placement.layout
     units: list[ElasticModelUnit] = []
     for rank in range(layout.dp):

@@ -13,20 +13,20 @@ import jax
 from nereus_jax.core.devices import DeviceId
 from nereus_jax.core.errors import DevicesLostError
 from nereus_jax.runtime import host
+from nereus_jax.runtime.blocks import BlockViews
 from nereus_jax.runtime.world import World
 
 GONE = ("INTERNAL", "UNAVAILABLE", "DATA_LOSS", "ABORTED", "deleted", "unhealthy", "disconnected")
 """What errors of a lost device say; each is followed by a look at the devices."""
 
 
-def find_lost(world: World, arrays: Iterable[jax.Array]) -> frozenset[DeviceId]:
+def find_lost(world: World, arrays: Iterable[jax.Array], views: BlockViews) -> frozenset[DeviceId]:
     """Devices of this process whose blocks of live arrays are deleted."""
-    names = {handle: device for device, handle in world.handles.items()}
     return frozenset(
-        names[shard.device]
+        device
         for array in arrays
-        for shard in array.addressable_shards
-        if shard.data.is_deleted()
+        for device, block in views.of(world, array).items()
+        if block.is_deleted()
     )
 
 
@@ -43,9 +43,9 @@ def probe(world: World) -> frozenset[DeviceId]:
     return frozenset(lost)
 
 
-def check_devices(world: World, arrays: Iterable[jax.Array]) -> None:
+def check_devices(world: World, arrays: Iterable[jax.Array], views: BlockViews) -> None:
     """Raises DevicesLostError, on every process alike, if a block of live arrays is gone."""
-    here = find_lost(world, arrays)
+    here = find_lost(world, arrays, views)
     if host.agree_any(bool(here)):
         raise lost_error(here)
 

@@ -13,9 +13,11 @@ import numpy as np
 
 from nereus_jax.core.emu_spec import EmuSpec, LeafSpec
 from nereus_jax.runtime import host
+from nereus_jax.runtime.blocks import Blocks, BlockViews
 from nereus_jax.runtime.emu import Params
 from nereus_jax.runtime.engines.train import TrainEngine, TrainState
 from nereus_jax.runtime.optimizers import is_leaf_spec, state_spec
+from nereus_jax.runtime.world import World
 
 PARAMETERS = "parameters."
 OPTIMIZER = "optimizer."
@@ -62,7 +64,9 @@ def flatten(engine: TrainEngine, state: TrainState) -> Params:
     return arrays
 
 
-def read_counters(engine: TrainEngine, state: TrainState) -> OptimizerCounters:
+def read_counters(
+    engine: TrainEngine, state: TrainState, world: World, views: BlockViews
+) -> OptimizerCounters:
     """The optimizer's counters, from any copy that is there."""
     spec = jax.tree.leaves(engine.opt_state_spec, is_leaf=is_leaf_spec)
     values = jax.tree.leaves(state.opt_state)
@@ -70,13 +74,13 @@ def read_counters(engine: TrainEngine, state: TrainState) -> OptimizerCounters:
     if jax.process_count() > 1:
         found = host.fetch({str(i): x for i, x in enumerate(counters)})
         return tuple(found.values())
-    return tuple(_any_copy(x) for x in counters)
+    return tuple(_any_copy(views.of(world, x)) for x in counters)
 
 
-def _any_copy(array: jax.Array) -> np.ndarray:
-    for shard in array.addressable_shards:
-        if not shard.data.is_deleted():
-            return np.asarray(shard.data)
+def _any_copy(blocks: Blocks) -> np.ndarray:
+    for block in blocks.values():
+        if not block.is_deleted():
+            return np.asarray(block)
     raise AssertionError("a counter has no copy left, though a unit of its model-stage is intact")
 
 

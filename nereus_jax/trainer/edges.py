@@ -25,6 +25,7 @@ def make_transfer(
     *,
     share: bool = True,
     lost: Iterable[DeviceId] = (),
+    parked: bool = False,
 ) -> Transfer:
     """The transfer of a model's leaves from one site to another; nothing is compiled yet.
 
@@ -36,6 +37,7 @@ def make_transfer(
       target: where they go; other devices, another layout and so another padding.
       share: whether blocks that do not change are handed on; else the result is a copy.
       lost: devices whose blocks are not there any more.
+      parked: the blocks at the source are in host memory.
     """
     names = [leaf.name for leaf in target_spec]
     held, wanted = tilings(source_spec, source), tilings(target_spec, target)
@@ -46,7 +48,8 @@ def make_transfer(
         lost=lost,
     )
     abstract = target.abstract(target_spec)
-    return Transfer(schedule, [abstract[name] for name in names], world.handles)
+    targets = [abstract[name] for name in names]
+    return Transfer(schedule, targets, world.handles, parked=parked)
 
 
 def edge_temp_bytes(transfer: Transfer) -> int:

@@ -126,7 +126,7 @@ def _maybe_evaluate(session: Session, state: JobState) -> None:
     config, step = session.job.config, state.counters.step
     due = config.eval.every and (step % config.eval.every == 0 or step == config.num_steps)
     if due and session.evaluated_step != step:
-        check_devices(session.job.world, state.arrays())
+        check_devices(session.job.world, state.arrays(), state.views)
         row = evaluate(session.job, state)
         session.evaluated_step = step
         with writing(session):
@@ -137,7 +137,7 @@ def _one_step(session: Session, state: JobState) -> None:
     """One RL step: the state moves on by one, and its row is written."""
     job, counters = session.job, state.counters
     state.updating = False
-    check_devices(job.world, state.arrays())
+    check_devices(job.world, state.arrays(), state.views)
     start_s = time.perf_counter()
     prompts = take_prompts(job, counters.data_position, counters.samples)
     edge_spans = refresh_edges(job, state)
@@ -165,6 +165,7 @@ def _one_step(session: Session, state: JobState) -> None:
         )
     state.counters = _advance(job, counters, result, row["kl"])
     state.updating = False
+    state.views.look(job.world, state.arrays())
 
 
 def _advance(job: Job, counters: Counters, result: StepResult, kl: float) -> Counters:

@@ -228,7 +228,9 @@ def carry_out(
     begin_s = time.time()
     waited_s = _wait_for_programs(change)
     state.edges.clear()  # the next step's weight edges bring these anew
-    counters = {s: read_counters(old.trains[s], x) for s, x in state.trained.items()}
+    counters = {
+        s: read_counters(old.trains[s], x, old.world, state.views) for s, x in state.trained.items()
+    }
     units = _units(old, state)
     if graph.lost and how != "off":
         how, before = "digest", surviving_fingerprints(old, units)
@@ -297,9 +299,9 @@ def _units(job: Job, state: JobState) -> dict[ModelStage, list[ElasticModelUnit]
     for stage in state.trained:
         version = counters.policy_version if stage.role == "actor" else counters.critic_version
         arrays = state_arrays(job, state, stage)
-        units[stage] = list(units_of(job.world, job.sites[stage], arrays, version))
+        units[stage] = list(units_of(job.world, job.sites[stage], arrays, version, state.views))
     for stage, params in state.frozen.items():
-        units[stage] = list(units_of(job.world, job.sites[stage], params))
+        units[stage] = list(units_of(job.world, job.sites[stage], params, views=state.views))
     return units
 
 

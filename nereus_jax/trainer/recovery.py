@@ -53,7 +53,7 @@ def change_as_scheduled(session: Session, state: JobState) -> None:
     change = session.schedule.due(step)
     if change is None:
         return
-    check_devices(session.job.world, state.arrays())
+    check_devices(session.job.world, state.arrays(), state.views)
     _change(session, state, change)
     session.schedule.prepare_next(session.job, step + 1)
 
@@ -63,7 +63,8 @@ def _change(session: Session, state: JobState, change: PlanChange) -> None:
     session.outputs.message(f"changing the plan before step {state.counters.step + 1}")
     for _ in range(MAX_ATTEMPTS):
         numbers = {
-            stage: read_counters(change.old.trains[stage], x) for stage, x in state.trained.items()
+            stage: read_counters(change.old.trains[stage], x, change.old.world, state.views)
+            for stage, x in state.trained.items()
         }
         restore = functools.partial(restore_frozen_units, session)
         try:
@@ -78,7 +79,7 @@ def _change(session: Session, state: JobState, change: PlanChange) -> None:
         except TransitionStopped as error:
             if state.trained:
                 session.outputs.message(f"the old plan goes on: {error}")
-                check_devices(session.job.world, state.arrays())
+                check_devices(session.job.world, state.arrays(), state.views)
                 return
             session.outputs.message(f"{error}; going on from the units that are intact")
             change = _again(session, state, change, error, numbers)
@@ -90,6 +91,7 @@ def _change(session: Session, state: JobState, change: PlanChange) -> None:
 
 def _commit(session: Session, state: JobState, change: PlanChange, changed: Changed) -> None:
     _take_over(state, changed.state)
+    state.views.look(change.new.world, state.arrays())
     session.job = change.new
     with writing(session):
         session.outputs.transition(changed.row, changed.spans, change.new.plan)
@@ -129,7 +131,7 @@ def go_on_without(session: Session, state: JobState, error: DevicesLostError) ->
       InfeasiblePlanError: no device is left, or the state does not fit on those that are.
     """
     job = session.job
-    lost = error.devices | find_lost(job.world, state.arrays())
+    lost = error.devices | find_lost(job.world, state.arrays(), state.views)
     world = job.world.without(lost)
     plan = surviving_plan(job, world.pool)
     session.outputs.message(

@@ -21,6 +21,7 @@ from nereus_jax.core.timeline import Span
 from nereus_jax.core.workflow import WeightEdge
 from nereus_jax.models.huggingface import TensorSource
 from nereus_jax.runtime import host
+from nereus_jax.runtime.blocks import BlockViews
 from nereus_jax.runtime.emu import Params, initialize, live_bytes_per_device, load
 from nereus_jax.runtime.engines.train import TrainState
 from nereus_jax.trainer.edges import make_transfer, run_transfer
@@ -60,6 +61,8 @@ class JobState:
     trained: dict[ModelStage, TrainState]
     frozen: Mapping[ModelStage, Params]
     edges: dict[ModelStage, tuple[int, Params]] = dataclasses.field(default_factory=dict)
+    views: BlockViews = dataclasses.field(default_factory=BlockViews)
+    """The blocks of the arrays, for when some of them are lost."""
     updating: bool = False
     """Whether an update of the running step has begun: the state before the step is gone."""
 

@@ -55,7 +55,7 @@ def run_step(job: Job, state: JobState, prompts: PromptBatch) -> StepResult:
     values: Values = {"prompts": prompts}
     spans: list[Span] = []
     for wave in job.workflow.waves():
-        check_devices(job.world, state.arrays())
+        check_devices(job.world, state.arrays(), state.views)
         stage_calls = [c for c in wave if isinstance(c, StageCall)]
         host_calls = [c for c in wave if isinstance(c, HostCall)]
         replayed = _replay_instead(job, state, values, stage_calls)
