@@ -4,7 +4,6 @@ python ours.py WORKDIR PLAN --sizes=full --steps=6 --devices=8
 """
 
 import argparse
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -58,6 +57,7 @@ def configure(
     config.reward.function = "clocked_reward.low_tokens"
     config.rollout.batch_size = sizes.batch_size
     config.rollout.max_response_length = sizes.response_length
+    config.rollout.ignore_eos = True
     config.algorithm.epochs = sizes.epochs
     config.algorithm.minibatch_size = sizes.batch_size
     config.algorithm.gamma = work.GAMMA
@@ -72,6 +72,7 @@ def configure(
         optimizer.max_grad_norm = 0.0
     replicas = max(parse_plan_entry(layout).dp for layout in plan.values())
     config.train.microbatch_size = min(MICROBATCH_SIZE, sizes.batch_size // replicas)
+    config.train.unroll_layers = 0
     config.report.tensorboard = False
     for stage, layout in plan.items():
         config.plan[stage] = layout
@@ -96,8 +97,7 @@ def main() -> None:
     config = configure(
         arguments.workdir / "inputs", sizes, arguments.steps, arguments.devices, arguments.plan
     )
-    inputs: Any = dataclasses.replace(read_inputs(config), stop_ids=())  # no response ends early
-    train(config, inputs, form_world(emulated_devices=arguments.devices), arguments.workdir)
+    train(config, read_inputs(config), form_world(emulated_devices=arguments.devices), arguments.workdir)
 
 
 if __name__ == "__main__":

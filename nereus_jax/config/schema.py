@@ -156,6 +156,8 @@ class RolloutConfig:
     """Sample among the likeliest tokens that hold this mass; 1: all."""
     stop: tuple[str, ...] = ()
     """Strings that end a response, each one token of the tokenizer."""
+    ignore_eos: bool = False
+    """Whether every response goes on to its maximum, as in measurements of speed."""
     source: Literal["live", "recorded"] = "live"
     """live: generate; recorded: replay the files of `recorded_dir`."""
     record: bool = False

@@ -132,7 +132,7 @@ class Job:
             temperature=rollout.temperature if temperature is None else temperature,
             top_k=rollout.top_k,
             top_p=rollout.top_p,
-            stop_ids=self.inputs.stop_ids,
+            stop_ids=() if rollout.ignore_eos else self.inputs.stop_ids,
             pad_id=self.inputs.tokenizer.pad_id,
             max_tokens=rollout.max_response_length,
         )
