@@ -97,7 +97,8 @@ def main() -> None:
     config = configure(
         arguments.workdir / "inputs", sizes, arguments.steps, arguments.devices, arguments.plan
     )
-    train(config, read_inputs(config), form_world(emulated_devices=arguments.devices), arguments.workdir)
+    world = form_world(emulated_devices=arguments.devices)
+    train(config, read_inputs(config), world, arguments.workdir)
 
 
 if __name__ == "__main__":
