@@ -70,7 +70,15 @@ class Batch:
     @property
     def moves(self) -> bool:
         """Whether a transfer carries it out."""
-        return self.kind in MOVES
+        return self.kind in MOVES or (self.kind is OperationKind.UNPARK and not self._stays)
+
+    @property
+    def _stays(self) -> bool:
+        """Whether every new unit is where and as an old one is, but for the kind of memory."""
+        old, new = (
+            [(u.pp, u.tp, u.devices) for u in units] for units in (self.consumed, self.targets)
+        )
+        return old == new
 
     @property
     def name(self) -> str:
@@ -82,7 +90,7 @@ def batches(graph: TransitionGraph) -> tuple[Batch, ...]:
     groups: list[list[int]] = []
     for i, operation in enumerate(graph.operations):
         last = groups[-1] if groups else []
-        joins = last and _alike(graph.operations[last[0]], operation)
+        joins = last and _join(operation, [graph.operations[j] for j in last])
         if joins and set(last).isdisjoint(graph.predecessors(i)):
             last.append(i)
         else:
@@ -90,13 +98,25 @@ def batches(graph: TransitionGraph) -> tuple[Batch, ...]:
     return tuple(_batch(graph, tuple(group)) for group in groups)
 
 
-def _alike(a: Operation, b: Operation) -> bool:
+def _join(operation: Operation, others: Sequence[Operation]) -> bool:
+    """Whether an operation can be one with others: alike, and the units of each end together are
+    one replica after the other on devices of their own, as those of a DP group are."""
+
     def form(operation: Operation) -> tuple[object, ...]:
-        sources = {(u.pp, u.tp, u.parked) for u in (*operation.reads, *operation.consumes)}
+        sources = {(u.pp, u.tp, u.parked) for u in _sources(operation)}
         targets = {(u.pp, u.tp, u.parked) for u in operation.produces}
         return operation.kind, operation.model_stage, sources, targets, operation.source
 
-    return form(a) == form(b)
+    if form(operation) != form(others[0]):
+        return False
+    every = (*others, operation)
+    ends = {u for o in every for u in _sources(o)}, [u for o in every for u in o.produces]
+    taken = ([d for u in units for d in u.devices] for units in ends)
+    return all(len(set(devices)) == len(devices) for devices in taken)
+
+
+def _sources(operation: Operation) -> tuple[Unit, ...]:
+    return *operation.reads, *operation.consumes
 
 
 def _batch(graph: TransitionGraph, group: tuple[int, ...]) -> Batch:
@@ -106,7 +126,7 @@ def _batch(graph: TransitionGraph, group: tuple[int, ...]) -> Batch:
         operations=group,
         kind=operations[0].kind,
         model_stage=operations[0].model_stage,
-        sources=tuple(dict.fromkeys(u for o in operations for u in (*o.reads, *o.consumes))),
+        sources=tuple(dict.fromkeys(u for o in operations for u in _sources(o))),
         consumed=tuple(consumed),
         targets=tuple(u for o in operations for u in o.produces),
     )
@@ -256,6 +276,7 @@ class _Timer:
         self._pool = ThreadPoolExecutor(max_workers=MAX_IN_FLIGHT)
         self._waiting: deque[Future[float]] = deque()
         self._records: list[tuple[Batch, float, int, Future[float]]] = []
+        self._makers: dict[Unit, Future[float]] = {}
 
     def add(
         self, batch: Batch, start_s: float, made: Sequence[ElasticModelUnit], moved: int
@@ -265,6 +286,12 @@ class _Timer:
         end = self._pool.submit(_wait, [u.blocks for u in made])
         self._waiting.append(end)
         self._records.append((batch, start_s, moved, end))
+        self._makers |= {u.unit: end for u in made}
+
+    def let_go(self, units: Sequence[Unit]) -> None:
+        """Makes sure that nobody here keeps the memory of units that are about to be given up."""
+        for end in {self._makers.pop(u) for u in units if u in self._makers}:
+            end.result()
 
     def finish(self) -> tuple[Span, ...]:
         spans = tuple(
@@ -292,6 +319,10 @@ class _Timer:
         self._records.clear()
 
 
-def _wait(blocks: object) -> float:
-    jax.block_until_ready(blocks)
+def _wait(blocks: list[object]) -> float:
+    """When the blocks were there; they are let go of."""
+    try:
+        jax.block_until_ready(blocks)
+    finally:
+        blocks.clear()
     return time.time()
