@@ -17,23 +17,36 @@ QUERY_BLOCK = 512
 
 
 def match_heads(
-    num_heads_here: int, k_BSGK: jax.Array, v_BSGK: jax.Array, config: DecoderConfig, axes: MeshAxes
+    num_heads_here: int,
+    keys: jax.Array,
+    values: jax.Array,
+    config: DecoderConfig,
+    axes: MeshAxes,
+    dim: int = 2,
 ) -> tuple[jax.Array, jax.Array]:
     """Keys and values such that query head i held here uses key/value head i // R.
 
     Where tp divides the key/value heads, or they divide tp, this holds as it is. Otherwise (6
     key/value heads on tp = 4) a device's query heads use its key/value heads unevenly, and each
     query head gets its own copy.
+
+    Args:
+      num_heads_here: query heads.
+      keys: with key/value heads in dim `dim`.
+      values: likewise.
+      config: of the model.
+      axes: mesh axes in use.
+      dim: of the heads.
     """
-    held = k_BSGK.shape[2]
+    held = keys.shape[dim]
     kv_ranks = config.num_kv_heads // held
     tp_ranks = config.num_heads // num_heads_here
     if held == 1 or kv_ranks == tp_ranks:
-        return k_BSGK, v_BSGK
+        return keys, values
     first = axis_index(axes.tp) * num_heads_here
     heads_H = first + jnp.arange(num_heads_here)
     index_H = heads_H * config.num_kv_heads // config.num_heads - axis_index(axes.kv) * held
-    return jnp.take(k_BSGK, index_H, axis=2), jnp.take(v_BSGK, index_H, axis=2)
+    return jnp.take(keys, index_H, axis=dim), jnp.take(values, index_H, axis=dim)
 
 
 def _attend(
@@ -121,13 +134,18 @@ def causal_attention(
 
 
 def cached_attention(
-    q_BHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, positions_B: jax.Array
+    q_BHK: jax.Array, k_BGSK: jax.Array, v_BGSK: jax.Array, positions_B: jax.Array
 ) -> jax.Array:
     """Attention of one new token a row, at `positions_B`, over a cache that holds it already.
 
     Returns:
       [B, 1, H, K].
     """
-    columns_S = jnp.arange(k_BSGK.shape[1])
-    mask_BQS = (columns_S[None, :] <= positions_B[:, None])[:, None, :]
-    return _attend(q_BHK[:, None], k_BSGK, v_BSGK, mask_BQS)
+    batch, heads, head_dim = q_BHK.shape
+    groups, length = k_BGSK.shape[1:3]
+    q_BGRK = q_BHK.reshape(batch, groups, heads // groups, head_dim)
+    scores = jnp.einsum("bgrk,bgsk->bgrs", q_BGRK, k_BGSK, preferred_element_type=jnp.float32)
+    mask_BS = jnp.arange(length)[None, :] <= positions_B[:, None]
+    scores = jnp.where(mask_BS[:, None, None, :], scores * head_dim**-0.5, MASKED_SCORE)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v_BGSK.dtype)
+    return jnp.einsum("bgrs,bgsk->bgrk", weights, v_BGSK).reshape(batch, 1, heads, head_dim)

@@ -99,9 +99,12 @@ class Block(nnx.Module):
             q, k = rms_norm(q, self.q_norm[...], eps), rms_norm(k, self.k_norm[...], eps)
         return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
 
-    def match_heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values in the order in which the query heads held here use them."""
-        return match_heads(q.shape[2], k, v, self.config, self.axes)
+    def match_heads(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, dim: int = 2
+    ) -> tuple[jax.Array, jax.Array]:
+        """Keys and values, heads in `dim`, in the order in which the query heads held here use
+        them."""
+        return match_heads(q.shape[2], k, v, self.config, self.axes, dim)
 
     def output(self, x_BSD: jax.Array, attended_BSHK: jax.Array) -> jax.Array:
         """Adds the attention output, then the feed-forward output, to the residual stream."""

@@ -34,9 +34,7 @@ class PackedFlush(NamedTuple):
     active: jax.Array
 
 
-def _hidden(
-    decoder: Decoder, flush: PackedFlush, span: int, remat: bool, unroll: int
-) -> jax.Array:
+def _hidden(decoder: Decoder, flush: PackedFlush, span: int, remat: bool, unroll: int) -> jax.Array:
     """Normalized hidden states [K, D] at the wanted places; right on the last pp rank only."""
     microbatches, rows, width = flush.tokens.shape
     x_BWD = decoder.embed_tokens(flush.tokens.reshape(microbatches * rows, width))
@@ -44,9 +42,7 @@ def _hidden(
 
     def layers(x_BWD: jax.Array, index: jax.Array) -> jax.Array:
         positions, segments = flush.positions[index], flush.segments[index]
-        return decoder.run_layers(
-            x_BWD, positions, segments, span=span, remat=remat, unroll=unroll
-        )
+        return decoder.run_layers(x_BWD, positions, segments, span=span, remat=remat, unroll=unroll)
 
     out_MBWD = run_pipeline(layers, x_MBWD, flush.active, decoder.axes)
     out_KD = out_MBWD.reshape(microbatches * rows * width, -1)[flush.index]

@@ -262,7 +262,7 @@ class Generator:
 
             def attend(size: int) -> jax.Array:
                 read = cache.read(index, group, size)
-                return cached_attention(q[:, 0], *block.match_heads(q, *read), positions_B)
+                return cached_attention(q[:, 0], *block.match_heads(q, *read, dim=1), positions_B)
 
             attended = lax.switch(longest // sizes[0], [partial(attend, size) for size in sizes])
             return (block.output(x, attended), cache), None

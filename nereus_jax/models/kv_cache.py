@@ -5,6 +5,8 @@ out as rows grow (Kwon et al., "Efficient Memory Management for Large Language M
 PagedAttention", SOSP 2023). The table of pages is all that says which pages are in use; it is the
 same on all devices of a replica, so that a page number means the same on each of them.
 
+Positions lie beside each other in a head, as the products of attention read them.
+
 Shapes: L layers held here, G groups of B slots, b rows that are written together, P prompt,
 S cache, F pages of Z tokens, M pages of the longest row, C key/value heads held here, K head dim.
 """
@@ -37,7 +39,7 @@ class PagePool:
 
 
 class ContiguousCache(NamedTuple):
-    """Keys and values [L, G, B, S, C, K]."""
+    """Keys and values [L, G, B, C, S, K]."""
 
     k: jax.Array
     v: jax.Array
@@ -45,15 +47,16 @@ class ContiguousCache(NamedTuple):
     @property
     def length(self) -> int:
         """Positions of a slot."""
-        return self.k.shape[3]
+        return self.k.shape[4]
 
     def write_prompts(
         self, k_LbPCK: jax.Array, v_LbPCK: jax.Array, group_b: jax.Array, slot_b: jax.Array
     ) -> "ContiguousCache":
         """Writes prompts from position 0 on; group G writes nowhere."""
-        where = (slice(None), group_b, slot_b, slice(k_LbPCK.shape[2]))
+        where = (slice(None), group_b, slot_b, slice(None), slice(k_LbPCK.shape[2]))
+        k_LbCPK, v_LbCPK = k_LbPCK.swapaxes(2, 3), v_LbPCK.swapaxes(2, 3)
         return ContiguousCache(
-            self.k.at[where].set(k_LbPCK, mode="drop"), self.v.at[where].set(v_LbPCK, mode="drop")
+            self.k.at[where].set(k_LbCPK, mode="drop"), self.v.at[where].set(v_LbCPK, mode="drop")
         )
 
     def write_tokens(
@@ -67,21 +70,22 @@ class ContiguousCache(NamedTuple):
     ) -> "ContiguousCache":
         """Writes one position of each slot of a group that works."""
         slots_B = jnp.arange(self.k.shape[2])
-        where = (layer, group, slots_B, jnp.where(works_B, positions_B, self.length))
+        write_B = jnp.where(works_B, positions_B, self.length)
+        where = (layer, group, slots_B, slice(None), write_B)
         return ContiguousCache(
             self.k.at[where].set(k_BCK, mode="drop"), self.v.at[where].set(v_BCK, mode="drop")
         )
 
     def read(self, layer: jax.Array, group: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-        """Keys and values [B, size, C, K] of a group, from position 0 on."""
-        _, _, num_slots, _, *heads = self.k.shape
-        place, shape = (layer, group, 0, 0, 0, 0), (1, 1, num_slots, size, *heads)
+        """Keys and values [B, C, size, K] of a group, from position 0 on."""
+        _, _, num_slots, heads, _, head_dim = self.k.shape
+        place, shape = (layer, group, 0, 0, 0, 0), (1, 1, num_slots, heads, size, head_dim)
         k, v = (lax.dynamic_slice(x, place, shape)[0, 0] for x in self)
         return k, v
 
 
 class PagedCache(NamedTuple):
-    """Keys and values [L, F, Z, C, K] of all pages, and the table [G, B, M] of who has which.
+    """Keys and values [L, F, C, Z, K] of all pages, and the table [G, B, M] of who has which.
 
     Entry m of a slot's row in the table is the page of positions m Z to (m + 1) Z - 1, F where
     there is none.
@@ -104,7 +108,7 @@ class PagedCache(NamedTuple):
     @property
     def page_tokens(self) -> int:
         """Z."""
-        return self.k.shape[2]
+        return self.k.shape[3]
 
     def write_prompts(
         self, k_LbPCK: jax.Array, v_LbPCK: jax.Array, group_b: jax.Array, slot_b: jax.Array
@@ -118,8 +122,8 @@ class PagedCache(NamedTuple):
         def write(old: jax.Array, new: jax.Array) -> jax.Array:
             padding = pages * self.page_tokens - width
             padded = jnp.pad(new, ((0, 0), (0, 0), (0, padding), (0, 0), (0, 0)))
-            cut = padded.reshape(*new.shape[:2], pages, *old.shape[2:])
-            return old.at[where].set(cut, mode="drop")
+            cut = padded.reshape(*new.shape[:2], pages, self.page_tokens, *new.shape[3:])
+            return old.at[where].set(cut.swapaxes(3, 4), mode="drop")
 
         return self._replace(k=write(self.k, k_LbPCK), v=write(self.v, v_LbPCK))
 
@@ -134,21 +138,25 @@ class PagedCache(NamedTuple):
     ) -> "PagedCache":
         """Writes one position of each slot of a group that works."""
         page_B = jnp.where(works_B, self._page(group, positions_B), self.num_pages)
-        where = (layer, page_B, positions_B % self.page_tokens)
+        where = (layer, page_B, slice(None), positions_B % self.page_tokens)
         return self._replace(
             k=self.k.at[where].set(k_BCK, mode="drop"), v=self.v.at[where].set(v_BCK, mode="drop")
         )
 
     def read(self, layer: jax.Array, group: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-        """Keys and values [B, size rounded up to pages, C, K] of a group, from position 0 on.
+        """Keys and values [B, C, size rounded up to pages, K] of a group, from position 0 on.
 
         Where a slot has no page, it is some other page's: behind the row's own positions.
         """
         table_Bm = self._group(group)[:, : -(-size // self.page_tokens)]
         num_slots, pages = table_Bm.shape
-        shape = (num_slots, pages * self.page_tokens, *self.k.shape[3:])
-        k, v = (x.at[layer, table_Bm].get(mode="clip").reshape(shape) for x in (self.k, self.v))
-        return k, v
+        _, _, heads, _, head_dim = self.k.shape
+        shape = (num_slots, heads, pages * self.page_tokens, head_dim)
+
+        def gather(x: jax.Array) -> jax.Array:
+            return x.at[layer, table_Bm].get(mode="clip").swapaxes(1, 2).reshape(shape)
+
+        return gather(self.k), gather(self.v)
 
     def free_pages(self) -> tuple[jax.Array, jax.Array]:
         """The pages that nobody has, first in an array [F] that F fills up, and their number."""
@@ -210,11 +218,11 @@ def empty_cache(
     """
     layers, _, kv_width = decoder.layers.k.shape
     head_dim, dtype = decoder.config.head_dim, decoder.layers.k.dtype
-    heads = (kv_width // head_dim, head_dim)
+    heads = kv_width // head_dim
     if pool is None:
-        empty = jnp.zeros((layers, groups, num_slots, length, *heads), dtype)
+        empty = jnp.zeros((layers, groups, num_slots, heads, length, head_dim), dtype)
         return ContiguousCache(empty, empty)
-    empty = jnp.zeros((layers, pool.num_pages, pool.page_tokens, *heads), dtype)
+    empty = jnp.zeros((layers, pool.num_pages, heads, pool.page_tokens, head_dim), dtype)
     nothing = jnp.full((groups, num_slots, pool.pages(length)), pool.num_pages, jnp.int32)
     return PagedCache(empty, empty, nothing)
 

@@ -17,7 +17,7 @@ from nereus_jax.core.plan import Placement
 from nereus_jax.core.roles import ACTOR_TRAIN
 from nereus_jax.models.huggingface import export_model
 from nereus_jax.runtime import emu
-from nereus_jax.runtime.processes import DistributedConfig
+from nereus_jax.runtime.membership import DistributedConfig
 from nereus_jax.runtime.world import form_world
 
 CONFIG = DecoderConfig(

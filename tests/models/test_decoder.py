@@ -233,7 +233,10 @@ def test_causal_attention_against_a_loop():
     with jax.default_matmul_precision("highest"):
         got = attention.causal_attention(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v))
         one = attention.cached_attention(
-            jnp.asarray(q[:, 2]), jnp.asarray(k), jnp.asarray(v), jnp.array([2])
+            jnp.asarray(q[:, 2]),
+            jnp.asarray(k.swapaxes(1, 2)),
+            jnp.asarray(v.swapaxes(1, 2)),
+            jnp.array([2]),
         )
     np.testing.assert_allclose(got, expected, atol=1e-5)
     np.testing.assert_allclose(one[:, 0], expected[:, 2], atol=1e-5)

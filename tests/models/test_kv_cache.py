@@ -13,7 +13,7 @@ NONE = PAGES
 
 def empty_paged() -> PagedCache:
     pool = PagePool(num_pages=PAGES, page_tokens=PAGE)
-    keys = jnp.zeros((LAYERS, PAGES, PAGE, HEADS, DIM))
+    keys = jnp.zeros((LAYERS, PAGES, HEADS, PAGE, DIM))
     table = jnp.full((GROUPS, SLOTS, pool.pages(LENGTH)), NONE, jnp.int32)
     return PagedCache(keys, keys, table)
 
@@ -57,7 +57,7 @@ def test_pages_are_handed_out_once_and_come_back() -> None:
 def test_a_paged_cache_reads_what_a_contiguous_one_does() -> None:
     rng = np.random.default_rng(1)
     paged = empty_paged()
-    zeros = jnp.zeros((LAYERS, GROUPS, SLOTS, LENGTH, HEADS, DIM))
+    zeros = jnp.zeros((LAYERS, GROUPS, SLOTS, HEADS, LENGTH, DIM))
     plain = ContiguousCache(zeros, zeros)
     # Four prompts of six columns, one of them nowhere; pages are left for three tokens more.
     group, slot = jnp.array([0, 1, GROUPS, 1]), jnp.array([2, 0, 1, 1])
@@ -85,8 +85,9 @@ def test_a_paged_cache_reads_what_a_contiguous_one_does() -> None:
                 where = (jnp.int32(layer), jnp.int32(g), size)
                 inside = np.arange(size)[None, :] < at[g][:, None]
                 for got, expected in zip(paged.read(*where), plain.read(*where), strict=True):
-                    assert got.shape == (SLOTS, -(-size // PAGE) * PAGE, HEADS, DIM)
-                    got, expected = np.asarray(got)[:, :size], np.asarray(expected)
+                    assert got.shape == (SLOTS, HEADS, -(-size // PAGE) * PAGE, DIM)
+                    got, expected = (np.asarray(x).swapaxes(1, 2) for x in (got, expected))
+                    got = got[:, :size]
                     np.testing.assert_array_equal(got[inside], expected[inside])
                     compared += int(inside.sum())
     assert compared > 100
