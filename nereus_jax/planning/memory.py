@@ -181,7 +181,8 @@ def _train_bytes(terms: Terms, coefficients: Coefficients) -> dict[str, Floats]:
     layer = recomputed + c.scores * terms.scores + c.streams * terms.stream
     layer = layer + c.layer_weights * terms.layer_weight_bytes
     logits = c.logits * terms.logits + c.head_weight * terms.head_weight
-    kept = terms.kept + c.ticks * terms.tick_stream + c.flush * terms.flush_stream
+    kept = terms.kept + np.where(terms.piped, c.running * terms.kept_in_a_tick, 0.0)
+    kept = kept + c.ticks * terms.tick_stream + c.flush * terms.flush_stream
     return {
         "inputs": terms.input_bytes(PLACED_ARRAYS),
         "gradients": gradients,

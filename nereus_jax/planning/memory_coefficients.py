@@ -16,6 +16,7 @@ class TrainCoefficients:
       gradients: of all parameters, in their dtype.
       accumulated: more of them where several flushes add up.
       piped: more of them with a pipeline, whose ticks add up.
+      running: ticks whose kept arrays exist beside those of all ticks, with a pipeline.
       recomputed: of what a layer keeps, where it is recomputed.
       scores: attention scores, beside those that are kept.
       streams: [tokens, D] of a microbatch.
@@ -29,6 +30,7 @@ class TrainCoefficients:
     gradients: float
     accumulated: float
     piped: float
+    running: float
     recomputed: float
     scores: float
     streams: float
@@ -112,17 +114,18 @@ class Coefficients:
 COEFFICIENTS: Mapping[str, Coefficients] = {
     "cpu": Coefficients(
         train=TrainCoefficients(
-            gradients=1.817,
-            accumulated=0.371,
-            piped=0.102,
-            recomputed=0.159,
-            scores=3.358,
-            streams=5.325,
-            layer_weights=0.220,
-            logits=3.749,
-            head_weight=0.055,
-            ticks=3.803,
-            flush=0.170,
+            gradients=1.832,
+            accumulated=0.373,
+            piped=0.052,
+            running=1.335,
+            recomputed=0.231,
+            scores=3.226,
+            streams=4.388,
+            layer_weights=0.137,
+            logits=3.688,
+            head_weight=0.045,
+            ticks=3.586,
+            flush=0.165,
         ),
         score=ScoreCoefficients(
             scores=2.081,
@@ -151,17 +154,18 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
     ),
     "gpu": Coefficients(
         train=TrainCoefficients(
-            gradients=0.705,
-            accumulated=1.009,
-            piped=0.970,
+            gradients=0.687,
+            accumulated=1.005,
+            piped=0.977,
+            running=0.762,
             recomputed=1.000,
-            scores=1.754,
-            streams=1.754,
-            layer_weights=0.897,
-            logits=5.318,
-            head_weight=3.065,
-            ticks=1.110,
-            flush=0.693,
+            scores=1.687,
+            streams=1.687,
+            layer_weights=0.868,
+            logits=7.242,
+            head_weight=2.889,
+            ticks=0.955,
+            flush=0.629,
         ),
         score=ScoreCoefficients(
             scores=0.762,

@@ -231,11 +231,16 @@ class Terms:
         return streams + attention + MLP_ARRAYS * self.mlp
 
     @functools.cached_property
+    def kept_in_a_tick(self) -> Floats:
+        """[C] bytes that all layers of a rank keep of a microbatch for its backward pass."""
+        return floats(
+            np.where(self.candidates.remat, self.stream, self.kept_by_layer) * self.layers
+        )
+
+    @functools.cached_property
     def kept(self) -> Floats:
-        """[C] bytes that all layers of a rank keep of a flush for its backward pass."""
-        one = np.where(self.candidates.remat, self.stream, self.kept_by_layer)
-        # With a pipeline those of the running tick are there beside those of all ticks.
-        return floats(one * self.layers * np.where(self.piped, self.ticks + 1, 1))
+        """[C] the same of a flush."""
+        return floats(self.kept_in_a_tick * np.where(self.piped, self.ticks, 1))
 
     def input_bytes(self, placed: int) -> Floats:
         """[C] of a program's arguments beside the state; exact.

@@ -54,15 +54,14 @@ def candidate(**changes: int) -> Candidates:
 
 def memory(
     stage: ModelStage = ACTOR_TRAIN,
-    model: DecoderConfig = MODEL,
+    *,
     workload: Workload = WORKLOAD,
-    dtype: str = "float32",
     memory_model: MemoryModel = CPU,
-    **changes: int,
+    cut: Candidates | None = None,
 ) -> StageMemory:
     head = Head.SCALAR if stage.role in (Role.CRITIC, Role.REWARD) else Head.LM
     return memory_model.stage_memory(
-        model, head, stage, workload, candidate(**changes), compute_dtype=dtype
+        MODEL, head, stage, workload, cut or candidate(), compute_dtype="float32"
     )
 
 
@@ -98,9 +97,10 @@ def test_recomputation_keeps_one_array_a_layer():
 
 
 def test_a_pipeline_keeps_what_all_ticks_keep():
-    """3 microbatches and 2 ranks: 4 ticks and the running one, of 2 layers each."""
-    kept = terms(pp=2, microbatches=3, remat=1).kept[0]
-    assert kept == 5 * 2 * 4 * 128 * 64
+    """3 microbatches and 2 ranks: 4 ticks, of 2 layers each."""
+    piped = terms(pp=2, microbatches=3, remat=1)
+    assert piped.kept[0] == 4 * 2 * 4 * 128 * 64
+    assert piped.kept_in_a_tick[0] == 2 * 4 * 128 * 64
 
 
 def test_arguments_by_hand():
@@ -114,7 +114,7 @@ def test_arguments_by_hand():
 
 def test_the_cache_by_hand():
     """16 rows of 64 positions, 4 layers, keys and values of 2 heads of 16."""
-    at = memory(ACTOR_GENERATE, microbatch_size=16).kv_cache[0]
+    at = memory(ACTOR_GENERATE, cut=candidate(microbatch_size=16)).kv_cache[0]
     assert (
         at
         == pytest.approx(
@@ -138,14 +138,16 @@ def test_the_cache_by_hand():
 )
 def test_every_lever_saves_memory(less: dict[str, int]):
     base = memory()
-    saved = memory(**less)
+    saved = memory(cut=candidate(**less))
     assert (saved.held_bytes + saved.working_bytes)[0] < (base.held_bytes + base.working_bytes)[0]
 
 
 def test_tp_above_the_key_heads_shares_their_cache():
     """2 key heads: tp = 4 holds as much of the cache as tp = 2."""
-    two, four = (memory(ACTOR_GENERATE, microbatch_size=16, tp=t).kv_cache[0] for t in (2, 4))
-    assert two == four == memory(ACTOR_GENERATE, microbatch_size=16).kv_cache[0] / 2
+    two, four = (
+        memory(ACTOR_GENERATE, cut=candidate(microbatch_size=16, tp=t)).kv_cache[0] for t in (2, 4)
+    )
+    assert two == four == memory(ACTOR_GENERATE, cut=candidate(microbatch_size=16)).kv_cache[0] / 2
 
 
 def test_long_rows_cost_more_than_in_proportion_until_attention_goes_in_blocks():
