@@ -20,6 +20,8 @@ import numpy as np
 
 SHORTEST, LONGEST = 8, 512
 SHORTEST_PROMPT, LONGEST_PROMPT = 4, 128
+MICROBATCH = 2
+"""Longest rows of a microbatch and replica in TRAIN."""
 
 
 def lengths_of(
@@ -49,7 +51,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="CSV of prompt lengths: from, to, share")
     parser.add_argument("--rows", type=int, default=192)
     parser.add_argument("--places", type=int, default=24, help="rows decoded at a time")
-    parser.add_argument("--kv-share", type=float, default=0.5, help="of the contiguous KV cache")
+    parser.add_argument("--kv-share", type=float, default=0.25, help="of the contiguous KV cache")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="small: seconds, for a test")
     arguments = parser.parse_args()
@@ -133,7 +135,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         name: of.program(rows, LONGEST_PROMPT, sampling).temp_bytes
         for name, of in (("continuous", continuous), ("paged", paged))
     }
+    packed = {dp: packed_padding_share(lengths_B, limits_B, dp) for dp in (1, 2, 4, 8)}
     return {
+        "padding_share": packed[1],
         "tokens_per_s_over_static": medians["static"] / medians["continuous"],
         "paged_tokens_per_s_over_contiguous": medians["continuous"] / medians["paged"],
         "kv_bytes_over_contiguous": pool.num_pages * pool.page_tokens / contiguous_tokens,
@@ -144,6 +148,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             "tokens_per_s": {name: generated / s for name, s in medians.items()},
             "seconds": seconds,
             "temp_bytes": temp_bytes,
+            "padded_rows_padding_share": 1
+            - float((lengths_B + limits_B).mean()) / (LONGEST_PROMPT + LONGEST),
+            "packed_padding_share_by_dp": packed,
             "prefill_padding_share": {
                 name: padding_share(out, "prompt_tokens", "prefill_tokens")
                 for name, out in outputs.items()
@@ -164,6 +171,19 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             "model": sizes,
         },
     }
+
+
+def packed_padding_share(lengths_B: np.ndarray, limits_B: np.ndarray, dp: int) -> float:
+    """Share of the tokens that TRAIN computes for these rows which belong to none of them.
+
+    All rows are one minibatch, a microbatch is MICROBATCH longest rows.
+    """
+    from nereus_jax.core.layout import ParallelLayout
+    from nereus_jax.runtime.engines.packed import pack_batch, packed_shapes
+
+    layout = ParallelLayout(dp, 1, 1)
+    shapes = packed_shapes(len(lengths_B), LONGEST_PROMPT + LONGEST, layout, MICROBATCH)
+    return pack_batch(shapes, lengths_B + limits_B, lengths_B - 1, limits_B).padding_share
 
 
 def padding_share(outputs: list[dict[str, np.ndarray]], used: str, computed: str) -> float:

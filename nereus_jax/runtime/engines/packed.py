@@ -24,8 +24,9 @@ from nereus_jax.runtime.emu import Params, Site
 
 WIDE = 4
 """Longest sequences in a wide row: with four, best fit leaves little room whatever the lengths."""
-WIDE_GAIN = 1.15
-"""Wide rows are taken where they save this factor of tokens: their attention costs more a token."""
+GAIN = 1.15
+"""Another shape than the usual one is taken where it saves this factor of tokens: its tokens cost
+more (attention over wide rows, products of fewer rows), and its first use compiles."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,10 +71,12 @@ def packed_shapes(
     microbatch_size: int,
     flush_microbatches: int = 0,
 ) -> tuple[PackedShape, ...]:
-    """The shapes that serve a batch: narrow rows and, where microbatches have room, wide ones.
+    """The shapes that serve a batch, the usual one first.
 
-    Both have the same tokens in a microbatch. Narrow rows are as long as the longest sequence,
-    which wastes room when most sequences are longer than half of that; wide rows do not.
+    Narrow rows are as long as the longest sequence. That wastes room when most sequences are longer
+    than half of it: wide rows with the same tokens in a microbatch do not. And it wastes room when
+    the last microbatch of every replica is nearly empty: microbatches of half as many rows, and
+    half of that, waste less.
 
     Args:
       num_rows: B, sequences of the batch.
@@ -85,18 +88,20 @@ def packed_shapes(
     per_replica = -(-num_rows // layout.dp)
     size = min(microbatch_size, per_replica)
     joined = max(k for k in range(1, WIDE + 1) if size % k == 0)
+    cuts = [(size, 1), (size, joined)]
+    cuts += [(size >> n, 1) for n in range(1, size.bit_length())]
     shapes: list[PackedShape] = []
-    for k in dict.fromkeys((1, joined)):
+    for rows, k in dict.fromkeys(cuts):
         joined_rows = -(-num_rows // k)
         rows_needed = -(-joined_rows // layout.dp)
-        total = -(-rows_needed // (size // k))
+        total = -(-rows_needed // (rows // k))
         flush = 1 if layout.pp == 1 else min(flush_microbatches or total, total)
         shapes.append(
             PackedShape(
                 dp=layout.dp,
                 flushes=-(-total // flush),
                 microbatches=flush,
-                rows=size // k,
+                rows=rows // k,
                 width=k * length,
                 span=length,
             )
@@ -216,7 +221,7 @@ def pack_batch(
     firsts_B: np.ndarray,
     counts_B: np.ndarray,
 ) -> PackedBatch:
-    """Packs sequences for one of the shapes: the first, unless a later one saves much.
+    """Packs sequences for one of the shapes: the first, unless another one saves much.
 
     Args:
       shapes: of `packed_shapes`, for at least B rows.
@@ -237,7 +242,7 @@ def pack_batch(
             firsts_B=firsts_B,
             counts_B=counts_B,
         )
-        if best is None or best.run_tokens > WIDE_GAIN * batch.run_tokens:
+        if best is None or best.run_tokens > GAIN * batch.run_tokens:
             best = batch
     assert best is not None
     return best
