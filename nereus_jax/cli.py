@@ -16,9 +16,12 @@ from typing import NoReturn
 
 from nereus_jax.config import RunConfig, load_config_file, parse_config
 from nereus_jax.core.architectures import DecoderConfig
-from nereus_jax.core.errors import ConfigError, NereusError
+from nereus_jax.core.errors import ConfigError, DevicesLostError, NereusError, WorldError
 from nereus_jax.core.plan import Plan
 from nereus_jax.core.presets import PRESETS, preset
+from nereus_jax.elastic.exit_codes import FAILED, INTERRUPTED
+from nereus_jax.runtime.checkpoint_files import CHECKPOINTS
+from nereus_jax.runtime.membership import DistributedConfig
 
 # Emulated devices are threads: on a busy machine they reach a collective late, and XLA would abort.
 EMULATION_FLAGS = (
@@ -26,7 +29,8 @@ EMULATION_FLAGS = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
 )
 
-INTERRUPTED = 130
+SILENCE_S = 15.0
+"""A slot of an elastic job that is silent for so long ends its worker, and soon counts as lost."""
 FLAGS = (
     "--config",
     "--workdir",
@@ -35,6 +39,7 @@ FLAGS = (
     "--coordinator",
     "--num-processes",
     "--process-id",
+    "--elastic",
 )
 
 
@@ -81,6 +86,19 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--coordinator", metavar="HOST:PORT", help="process 0 of the job")
     train.add_argument("--num-processes", type=int, metavar="N", help="processes of the job")
     train.add_argument("--process-id", type=int, metavar="I", help="rank of this process")
+    train.add_argument(
+        "--elastic",
+        metavar="SECONDS",
+        nargs="?",
+        type=float,
+        const=SILENCE_S,
+        help=(
+            "go on when processes die: this one supervises another one that trains, and all form "
+            "a new world from those that are left or come back; a machine that is silent for so "
+            f"long (default {SILENCE_S:.0f}) is lost. Uses the port after --coordinator's, too"
+        ),
+    )
+    train.add_argument("--worker-of", type=int, help=argparse.SUPPRESS)  # pid of the supervisor
     _add_explain(commands)
     plan = commands.add_parser(
         "plan",
@@ -164,25 +182,70 @@ def _train(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
         raise ConfigError(
             f"{error.filename} cannot be read: {error.strerror or error}; mend it, or name another"
         ) from error
+    distributed = DistributedConfig(
+        enabled=arguments.distributed
+        or any(
+            v is not None
+            for v in (arguments.coordinator, arguments.num_processes, arguments.process_id)
+        ),
+        coordinator=arguments.coordinator,
+        num_processes=arguments.num_processes,
+        process_id=arguments.process_id,
+    )
+    if arguments.elastic is not None:
+        return _supervise(arguments, overrides, distributed)
     _prepare_backend(config)
+    if arguments.worker_of is not None:
+        importlib.import_module("nereus_jax.elastic.worker").end_with_parent(arguments.worker_of)
     # jax is imported only from here on: its flags are read once.
     run = importlib.import_module("nereus_jax.trainer.command")
-    run.run_train(
-        config,
-        workdir=Path(arguments.workdir).expanduser() if arguments.workdir else None,
-        dry_run=arguments.dry_run,
-        distributed=run.DistributedConfig(
-            enabled=arguments.distributed
-            or any(
-                v is not None
-                for v in (arguments.coordinator, arguments.num_processes, arguments.process_id)
-            ),
-            coordinator=arguments.coordinator,
-            num_processes=arguments.num_processes,
-            process_id=arguments.process_id,
-        ),
-    )
+    try:
+        run.run_train(
+            config,
+            workdir=Path(arguments.workdir).expanduser() if arguments.workdir else None,
+            dry_run=arguments.dry_run,
+            distributed=distributed,
+            fit_plan=arguments.worker_of is not None,
+        )
+    except (WorldError, DevicesLostError):
+        raise
+    except NereusError as error:
+        if arguments.worker_of is None or error.exit_code != 1:
+            raise
+        print(f"nereus: error: {_one_line(error)}", file=sys.stderr)
+        return FAILED
     return 0
+
+
+def _supervise(
+    arguments: argparse.Namespace, overrides: Sequence[str], distributed: DistributedConfig
+) -> int:
+    """Trains in processes that are started again when one of the job dies."""
+    if arguments.dry_run:
+        raise ConfigError("--elastic and --dry-run do not go together; leave one of them out")
+    if not arguments.elastic >= 1:
+        raise ConfigError(f"--elastic must be at least 1 s, got {arguments.elastic}")
+    settings = importlib.import_module("nereus_jax.elastic.settings")
+    supervisor = importlib.import_module("nereus_jax.elastic.supervisor")
+    slot, num_slots, host, port = settings.find_slot(distributed)
+    workdir = Path(arguments.workdir).expanduser()
+    command = (sys.executable, "-m", "nereus_jax.cli", "train")
+    command += (f"--config={arguments.config}", f"--workdir={workdir}")
+    return supervisor.supervise(
+        settings.Settings(
+            slot=slot,
+            num_slots=num_slots,
+            host=host,
+            port=port,
+            workdir=workdir,
+            command=command + tuple(overrides),
+            again=("--config.checkpoint.resume=auto",),
+            checkpoints=workdir / CHECKPOINTS,
+            timing=settings.Timing(
+                beat_s=min(1.0, arguments.elastic / 5), silence_s=arguments.elastic
+            ),
+        )
+    )
 
 
 def _explain(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -277,7 +340,7 @@ def script() -> NoReturn:
     if code == INTERRUPTED:  # XLA, stopped in the middle of a compilation, crashes in a tidy exit
         os._exit(code)
     jax = sys.modules.get("jax")
-    if code == 1 and jax is not None and jax.process_count() == 1:
+    if code in (1, FAILED) and jax is not None and jax.process_count() == 1:
         # All is closed. In a tidy exit the libraries would tell of a full disk once more.
         sys.stdout.flush()
         sys.stderr.flush()

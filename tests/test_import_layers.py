@@ -21,6 +21,7 @@ WITHOUT_JAX = (
     "nereus_jax.report",
     "nereus_jax.planning",
     "nereus_jax.control",
+    "nereus_jax.elastic",
     "nereus_jax.simulator",
 )
 PROGRAM = """

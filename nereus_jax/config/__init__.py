@@ -2,6 +2,7 @@
 
 from nereus_jax.config.checks import MODEL_STAGES, plans_by_step, resolve_plan
 from nereus_jax.config.data_files import find_data_files
+from nereus_jax.config.fit import fit_plans
 from nereus_jax.config.load import load_config_file
 from nereus_jax.config.parse import config_to_json, default_config, fingerprint, parse_config
 from nereus_jax.config.plan_entry import (
@@ -54,6 +55,7 @@ __all__ = [
     "default_config",
     "find_data_files",
     "fingerprint",
+    "fit_plans",
     "load_config_file",
     "parse_config",
     "parse_plan_entry",

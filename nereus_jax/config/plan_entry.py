@@ -179,7 +179,7 @@ def check_plan_against_model(
             )
 
 
-def _largest_layout(entry: PlanEntry, num_devices: int) -> PlanEntry:
+def largest_layout(entry: PlanEntry, num_devices: int) -> PlanEntry:
     """The largest layout on at most `num_devices` devices whose degrees divide those of `entry`."""
     candidates = [
         PlanEntry(dp=dp, pp=pp, tp=tp)
@@ -213,6 +213,6 @@ def check_plan_against_devices(plan: Mapping[str, PlanEntry], num_devices: int) 
         raise ConfigError(
             f"plan.{name}: '{entry}' asks for {entry.num_devices} devices, got a pool of "
             f"{num_devices}; use at most {num_devices}, such as "
-            f"'{_largest_layout(entry, num_devices)}', or set emulated_devices to run on emulated "
+            f"'{largest_layout(entry, num_devices)}', or set emulated_devices to run on emulated "
             "CPU devices"
         )

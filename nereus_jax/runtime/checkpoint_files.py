@@ -11,6 +11,8 @@ from pathlib import Path
 
 from nereus_jax.core.errors import CheckpointError
 
+CHECKPOINTS = "checkpoints"
+"""The directory in that of a run."""
 MODEL_FILE = "model.json"
 STEPS, FROZEN = "steps", "frozen"
 DELETED = "deleted"

@@ -18,7 +18,8 @@ from nereus_jax.core.devices import DeviceId, DevicePool
 from nereus_jax.core.errors import ConfigError
 from nereus_jax.core.layout import MESH_AXES
 from nereus_jax.core.plan import Placement
-from nereus_jax.runtime.processes import DistributedConfig, join_processes
+from nereus_jax.runtime.membership import DistributedConfig
+from nereus_jax.runtime.processes import join_processes
 
 DeviceHandle: TypeAlias = Any
 """A `jax.Device`, which is no class to a type checker."""

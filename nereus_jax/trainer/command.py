@@ -1,12 +1,13 @@
 """What `nereus train` does, from a checked configuration on."""
 
+import sys
 from pathlib import Path
 
 import jax
 
-from nereus_jax.config import RunConfig
+from nereus_jax.config import RunConfig, fit_plans
 from nereus_jax.core.errors import DataError
-from nereus_jax.runtime.processes import DistributedConfig
+from nereus_jax.runtime.membership import DistributedConfig
 from nereus_jax.runtime.world import form_world
 from nereus_jax.trainer.dry_run import dry_run as run_dry
 from nereus_jax.trainer.job import make_job, read_inputs
@@ -20,6 +21,7 @@ def run_train(
     workdir: Path | None,
     dry_run: bool,
     distributed: DistributedConfig,
+    fit_plan: bool = False,
 ) -> None:
     """Trains, or prints what training would take.
 
@@ -28,6 +30,7 @@ def run_train(
       workdir: where results go; None only with `dry_run`.
       dry_run: compile and print, but allocate and run nothing.
       distributed: how the processes of the job find each other.
+      fit_plan: take the nearest plan that fits where devices of the configured one are missing.
     """
     try:
         inputs = read_inputs(config)
@@ -41,11 +44,12 @@ def run_train(
         jax.config.update("jax_compilation_cache_dir", str(cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     world = form_world(distributed, config.emulated_devices)
+    if fit_plan:
+        config, replaced = fit_plans(config, len(world.pool))
+        if world.is_main:
+            print(*(f"nereus: {line}\n" for line in replaced), sep="", end="", file=sys.stderr)
     if dry_run:
         run_dry(make_job(config, inputs, world))
         return
     assert workdir is not None
     train(config, inputs, world, workdir)
-
-
-__all__ = ["DistributedConfig", "run_train"]

@@ -17,7 +17,7 @@ from nereus_jax.core.errors import (
 )
 from nereus_jax.rl.kl import KLControllerState, update_kl_controller
 from nereus_jax.runtime import host
-from nereus_jax.runtime.checkpoints import check_directory, finished_steps
+from nereus_jax.runtime.checkpoint_files import CHECKPOINTS, check_directory, finished_steps
 from nereus_jax.runtime.faults import check_devices
 from nereus_jax.runtime.world import World
 from nereus_jax.trainer.compilation import compile_programs
@@ -30,7 +30,6 @@ from nereus_jax.trainer.recovery import change_as_scheduled, go_on_without
 from nereus_jax.trainer.rollouts import check_recording, rollout_file, take_prompts
 from nereus_jax.trainer.rows import non_finite_update, sample_rows, step_row
 from nereus_jax.trainer.session import (
-    CHECKPOINTS,
     ROLLOUTS,
     Session,
     last_good,

@@ -11,6 +11,7 @@ from nereus_jax.config import RunConfig, fingerprint
 from nereus_jax.core.errors import ConfigError, DevicesLostError, StorageError
 from nereus_jax.core.roles import ACTOR_TRAIN, CRITIC_TRAIN, ModelStage
 from nereus_jax.runtime import host
+from nereus_jax.runtime.checkpoint_files import CHECKPOINTS
 from nereus_jax.runtime.checkpoints import CheckpointStore
 from nereus_jax.runtime.emu import ElasticModelUnit, group_site, units_of
 from nereus_jax.runtime.engines.train import TrainState
@@ -28,7 +29,6 @@ from nereus_jax.trainer.state import (
 from nereus_jax.trainer.verification import state_stages, unit_spec
 from nereus_jax.trainer.warmup import run_warmup
 
-CHECKPOINTS = "checkpoints"
 ROLLOUTS = "rollouts"
 
 
