@@ -10,8 +10,9 @@ whichever way lanes lie, and what that refuses can be had by parking.
 
 With a threshold on the working bytes, what remains is to add up curves of seconds against resident
 bytes: model-stages in a lane add up, of lanes the larger counts, waves add up. That is exact
-dynamic programming. Thresholds are searched by halving intervals; one that cannot hold a better
-plan than the best so far is left out.
+dynamic programming. Thresholds are searched by branch and bound: a plan that is faster than all
+that fit, but works with more than there is room for, cuts them into those with and those without
+it.
 """
 
 import dataclasses
@@ -79,30 +80,31 @@ def find_best(waves: Sequence[Wave], limit_bytes: float) -> Found | None:
     levels = np.unique(np.concatenate([wave.working_bytes for wave in waves]))
     best: Found | None = None
     fewest: list[float] = []
-    # Levels (below, top], a bound of their plans' seconds, and how many came before: of equal
+    # Levels [low, high], a bound of their plans' seconds, and how many came before: of equal
     # bounds the older one first.
-    intervals = [(0.0, 0, -1, len(levels) - 1)]
+    ranges = [(0.0, 0, 0, len(levels) - 1)]
     count = 1
-    while intervals:
-        bound, _, below, top = heapq.heappop(intervals)
+    while ranges:
+        bound, _, low, high = heapq.heappop(ranges)
         if best is not None and bound >= best.seconds:
             break
-        level = float(levels[top])
-        total = _Total(
-            [w.curve(level, s) for w, s in zip(waves, _caps(best, fewest, len(waves)), strict=True)]
-        )
+        caps = _caps(best, fewest, len(waves))
+        total = _Total([w.curve(float(levels[high]), s) for w, s in zip(waves, caps, strict=True)])
         fewest = fewest or total.fewest_seconds
-        for resident_bytes in (limit_bytes - level, np.inf):
-            found = total.fastest(resident_bytes)
-            if found is not None and found.peak_bytes <= limit_bytes:
-                best = found if best is None or found.seconds < best.seconds else best
-        middle = (below + top) // 2
-        for low, high in ((below, middle), (middle, top - 1)):
-            if low < high:
-                # A level in between allows no more options than this one, and no more room.
-                seconds = total.seconds(limit_bytes - float(levels[low + 1]))
-                heapq.heappush(intervals, (seconds, count, low, high))
-                count += 1
+        while low <= high:
+            # Of levels from `low` on, no plan has more options than this pass, or more room.
+            found = total.fastest(limit_bytes - float(levels[low]))
+            if found is None or (best is not None and found.seconds >= best.seconds):
+                break
+            if found.peak_bytes <= limit_bytes:
+                best = found
+                break
+            # It works with more than the room that `low` leaves: what works with less needs a
+            # pass without it, what works with as much has less room.
+            working = max(p.working_bytes for wave in found.waves for p in wave)
+            above = int(np.searchsorted(levels, working))
+            heapq.heappush(ranges, (found.seconds, count, low, above - 1))
+            count, low = count + 1, above
     return best
 
 
@@ -126,11 +128,6 @@ class _Total:
     def fewest_seconds(self) -> list[float]:
         """Of every wave."""
         return [float(wave.curve.fastest()[0]) for wave in self._waves]
-
-    def seconds(self, resident_bytes: float) -> float:
-        """Of the fastest plan with at most so many resident bytes; inf where there is none."""
-        point = self._sums[-1].first_below(resident_bytes)
-        return np.inf if point is None else float(self._sums[-1].seconds[0, point])
 
     def fastest(self, resident_bytes: float) -> Found | None:
         """The fastest plan with at most so many resident bytes."""
