@@ -7,6 +7,7 @@ takes as arguments beside the state. These are exact.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,50 +34,56 @@ def mesh_degrees(candidates: Candidates, num_kv_heads: int) -> Degrees:
     return {DP: candidates.dp, PP: candidates.pp, KV: kv, KVR: candidates.tp // kv}
 
 
-def local_dims(leaf: LeafSpec, spec: EmuSpec, degrees: Degrees) -> list[Ints]:
-    """Extent of every dim of a device's shard, [C] each."""
-    cuts = [_product([degrees[a] for a in axes], degrees) for axes in leaf.dim_axes(spec.rules)]
-    return [-(-dim // cut) for dim, cut in zip(leaf.shape, cuts, strict=True)]
+class _Shards:
+    """How dims are cut on some layouts; what several dims are split over is multiplied once."""
+
+    def __init__(self, degrees: Degrees) -> None:
+        self._degrees = degrees
+        self._cuts: dict[tuple[str, ...], Ints | int] = {(): 1}
+
+    def dims(self, leaf: LeafSpec, spec: EmuSpec) -> list[Ints | int]:
+        """Extent of every dim of a device's shard: [C], or a number where it is not cut."""
+        axes = leaf.dim_axes(spec.rules)
+        return [-(-dim // self._cut(own)) for dim, own in zip(leaf.shape, axes, strict=True)]
+
+    def _cut(self, axes: tuple[str, ...]) -> Ints | int:
+        if axes not in self._cuts:
+            self._cuts[axes] = self._cut(axes[:-1]) * self._degrees[axes[-1]]
+        return self._cuts[axes]
 
 
-def local_elements(spec: EmuSpec, degrees: Degrees) -> Ints:
-    """[C] elements that a device holds of all leaves."""
+def local_elements(spec: EmuSpec, degrees: Degrees, prefix: str = "") -> Ints:
+    """[C] elements that a device holds of all leaves whose names begin with the prefix."""
     some, which = _distinct(degrees, (PP, KV, KVR))
-    total = np.zeros_like(some[PP])
+    shards, total = _Shards(some), np.zeros_like(some[PP])
     for leaf in spec:
-        total = total + _product(local_dims(leaf, spec, some), some)
+        if leaf.name.startswith(prefix):
+            total = total + math.prod(shards.dims(leaf, spec))
     return total[which]
 
 
 def zero_elements(spec: EmuSpec, degrees: Degrees) -> Ints:
-    """[C] the same with every leaf also split over dp, where a dim of the shard divides."""
+    """[C] the same of all leaves, each also split over dp, where a dim of the shard divides."""
     some, which = _distinct(degrees, (DP, PP, KV, KVR))
-    total = np.zeros_like(some[DP])
+    shards, total = _Shards(some), np.zeros_like(some[DP])
     for leaf in spec:
-        dims = local_dims(leaf, spec, some)
-        divides = np.any([dim % some[DP] == 0 for dim in dims], axis=0)
-        total = total + _product(dims, some) // np.where(divides, some[DP], 1)
+        dims = shards.dims(leaf, spec)
+        divides = np.zeros_like(some[DP], np.bool_)
+        for dim in dims:
+            divides |= dim % some[DP] == 0
+        total = total + math.prod(dims) // np.where(divides, some[DP], 1)
     return total[which]
 
 
 def _distinct(degrees: Degrees, axes: tuple[str, ...]) -> tuple[Degrees, Ints]:
-    """Degrees of the layouts that differ in these axes, and [C] which of them each is.
-
-    There are a hundred times fewer of them than candidates.
-    """
-    code = np.zeros_like(degrees[PP])
+    """Degrees where these axes change from one candidate to the next, and [C] which of them each
+    has. Candidates of one layout follow each other, so that there are far fewer."""
+    changes = np.zeros_like(degrees[PP], np.bool_)
+    changes[:1] = True
     for axis in axes:
-        code = code * (int(degrees[axis].max(initial=0)) + 1) + degrees[axis]
-    _, first, which = np.unique(code, return_index=True, return_inverse=True)
-    return {axis: values[first] for axis, values in degrees.items()}, which
-
-
-def _product(factors: list[Ints], degrees: Degrees) -> Ints:
-    """[C]; ones for no factor."""
-    product = np.ones_like(degrees[DP])
-    for factor in factors:
-        product = product * factor
-    return product
+        changes[1:] |= degrees[axis][1:] != degrees[axis][:-1]
+    some = {axis: values[changes] for axis, values in degrees.items()}
+    return some, np.cumsum(changes) - 1
 
 
 def floats(values: NDArray[Any]) -> Floats:

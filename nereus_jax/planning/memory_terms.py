@@ -113,9 +113,7 @@ class Terms:
     @functools.cached_property
     def layer_params(self) -> Floats:
         """[C] elements of one layer."""
-        leaves = tuple(x for x in self.spec if x.name.startswith(LAYER_PREFIX))
-        spec = dataclasses.replace(self.spec, leaves=leaves)
-        return floats(local_elements(spec, self.degrees) / self.layers)
+        return floats(local_elements(self.spec, self.degrees, LAYER_PREFIX) / self.layers)
 
     @functools.cached_property
     def vocab_rows(self) -> Ints:
