@@ -15,7 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from nereus_jax.core.errors import TransitionError
+from nereus_jax.core.devices import DeviceId
+from nereus_jax.core.errors import DevicesLostError, TransitionError
 from nereus_jax.core.roles import ModelStage
 from nereus_jax.core.timeline import Span
 from nereus_jax.core.transition import Operation, OperationKind, TransitionGraph, Unit
@@ -39,12 +40,24 @@ class TransitionStopped(TransitionError):
     Attributes:
       units: what exists of each model-stage, and is intact.
       operations: how many of the graph's operations had been carried out.
+      lost: devices whose blocks are gone.
     """
 
-    def __init__(self, message: str, units: UnitsByStage, operations: int) -> None:
+    def __init__(
+        self,
+        message: str,
+        units: UnitsByStage,
+        operations: int,
+        lost: frozenset[DeviceId] = frozenset(),
+    ) -> None:
         super().__init__(message)
         self.units = units
         self.operations = operations
+        self.lost = lost
+
+    def to_lists(self) -> dict[ModelStage, list[ElasticModelUnit]]:
+        """The units as `execute` takes them."""
+        return {stage: list(held.values()) for stage, held in self.units.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,6 +165,7 @@ def execute(
     transfers: Mapping[int, Transfer],
     *,
     step: int,
+    first: int = 0,
     restore: Callable[[Batch], Sequence[ElasticModelUnit]] | None = None,
     observe: Callable[[Batch], None] | None = None,
 ) -> Executed:
@@ -164,18 +178,20 @@ def execute(
         nothing is carried out. Whoever keeps another reference keeps the memory.
       transfers: for each batch that moves, by its first operation.
       step: recorded in the spans.
+      first: operations before it have been carried out, by a transition that stopped.
       restore: reads the units of a RESTORE.
       observe: called before each batch.
 
     Raises:
-      TransitionStopped: an operation failed; the cause is chained, what is left is in the error.
+      TransitionStopped: an operation failed, or blocks are gone; the cause is chained, what is
+        left is in the error.
     """
     held: UnitsByStage = {stage: {u.unit: u for u in of_stage} for stage, of_stage in units.items()}
     units.clear()
     timer = _Timer(world, step)
-    done = 0
+    done = first
     try:
-        for batch in batches(graph):
+        for batch in (b for b in batches(graph) if b.operations[0] >= first):
             if observe is not None:
                 observe(batch)
             if batch.model_stage in held:
@@ -183,12 +199,14 @@ def execute(
                 made = _carry_out(batch, held[batch.model_stage], transfers, restore)
                 moved = sum(graph.operations[i].link_bytes.wire for i in batch.operations)
                 timer.add(batch, start_s, made, moved)
+                timer.let_go(batch.consumed)
                 for unit in batch.consumed:
                     held[batch.model_stage].pop(unit, None)
                 held[batch.model_stage] |= {u.unit: u for u in made}
                 del made
             done += len(batch.operations)
         spans = timer.finish()
+        _check_intact(held, graph)
     except Exception as error:
         timer.abandon()
         whole = {
@@ -200,8 +218,23 @@ def execute(
             f"the transition stopped at operation {done} of {len(graph.operations)}: {reason}",
             whole,
             done,
+            _deleted(held, graph),
         ) from error
     return Executed(units=held, spans=spans)
+
+
+def _check_intact(held: UnitsByStage, graph: TransitionGraph) -> None:
+    """A unit that no operation touched may have lost blocks meanwhile."""
+    lost = _deleted(held, graph)
+    if lost:
+        raise DevicesLostError(f"lost devices: {', '.join(str(d) for d in sorted(lost))}", lost)
+
+
+def _deleted(held: UnitsByStage, graph: TransitionGraph) -> frozenset[DeviceId]:
+    """Devices whose blocks are gone, beside those of which the graph knows it."""
+    units = [unit for of_stage in held.values() for unit in of_stage.values()]
+    blocks = [(d, x) for unit in units for leaf in unit.blocks.values() for d, x in leaf.items()]
+    return frozenset(d for d, x in blocks if x.is_deleted() and d not in graph.lost)
 
 
 def _carry_out(
@@ -214,7 +247,7 @@ def _carry_out(
         return _transfer(batch, held, transfers[batch.operations[0]])
     if batch.kind in (OperationKind.PARK, OperationKind.UNPARK):
         return [
-            _to_memory(held[old], new)
+            in_memory_of(held[old], new)
             for old, new in zip(batch.consumed, batch.targets, strict=True)
         ]
     if batch.kind is OperationKind.RESTORE:
@@ -244,7 +277,7 @@ def _transfer(
     ]
 
 
-def _to_memory(old: ElasticModelUnit, new: Unit) -> ElasticModelUnit:
+def in_memory_of(old: ElasticModelUnit, new: Unit) -> ElasticModelUnit:
     """A unit's blocks in the memory of the hosts, or back in that of the devices."""
 
     def move(block: jax.Array) -> jax.Array:

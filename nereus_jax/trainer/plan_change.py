@@ -6,6 +6,7 @@ made and compiled ahead, in the background, and carried out when the step has co
 """
 
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,6 +33,7 @@ from nereus_jax.runtime.emu import (
     units_of,
 )
 from nereus_jax.runtime.engines.train import TrainState
+from nereus_jax.runtime.faults import watch
 from nereus_jax.runtime.train_state import (
     OptimizerCounters,
     optimizer_leaves,
@@ -40,7 +42,13 @@ from nereus_jax.runtime.train_state import (
     unflatten,
 )
 from nereus_jax.runtime.transfers import Transfer
-from nereus_jax.runtime.transitions import Batch, Executed, batches, execute
+from nereus_jax.runtime.transitions import (
+    Batch,
+    Executed,
+    TransitionStopped,
+    batches,
+    execute,
+)
 from nereus_jax.trainer.compilation import digest_recipes, step_recipes
 from nereus_jax.trainer.edges import make_transfer
 from nereus_jax.trainer.job import Job
@@ -187,12 +195,19 @@ def _batch_transfer(old: Job, new: Job, batch: Batch, lost: frozenset[DeviceId])
     kv_heads = old.decoder(stage).num_kv_heads
     source = group_site(old.world, batch.sources, kv_heads)
     target = group_site(old.world, batch.targets, kv_heads)
-    # Under ZeRO-1 a leaf is also cut over dp, so that the two ends differ in their leaves.
-    ends = [_spec_on(job, stage, site) for job, site in ((old, source), (new, target))]
-    return make_transfer(old.world, ends[0], source, ends[1], target, lost=lost)
+    # Under ZeRO-1 a leaf is also cut over dp, so that the two ends differ in their leaves. But what
+    # is one replica in both plans goes through units that are whole.
+    apart = all(stage in job.plan and job.plan[stage].layout.dp == 1 for job in (old, new))
+    ends = [
+        unit_spec(job, stage) if apart else _group_spec(job, stage, site)
+        for job, site in ((old, source), (new, target))
+    ]
+    parked = any(unit.parked for unit in batch.sources)
+    return make_transfer(old.world, ends[0], source, ends[1], target, lost=lost, parked=parked)
 
 
-def _spec_on(job: Job, stage: ModelStage, site: Site) -> EmuSpec:
+def _group_spec(job: Job, stage: ModelStage, site: Site) -> EmuSpec:
+    """The leaves of a DP group."""
     engine = job.trains.get(stage)
     if engine is None or not engine.zero1:
         return unit_spec(job, stage)
@@ -220,8 +235,10 @@ def carry_out(
       observe: called before each batch of operations.
 
     Raises:
-      TransitionStopped: an operation failed; the error holds what is intact.
+      TransitionStopped: an operation failed (twice where the old state is not kept); the error
+        holds what is intact.
       DigestError: the state is not what it was.
+      DevicesLostError: devices are gone since the last operation.
     """
     old, new, graph = change.old, change.new, change.graph
     step, how = state.counters.step, old.config.transition.verify
@@ -239,19 +256,22 @@ def carry_out(
     keep_old = graph.old_state_fits and not graph.lost
     if not keep_old:
         state.trained, state.frozen = {}, {}
-    executed = execute(
-        old.world,
-        graph,
-        units,
-        change.transfers,
-        step=step,
-        restore=restore,
-        observe=observe,
+    run = functools.partial(
+        execute, old.world, graph, transfers=change.transfers, restore=restore, observe=observe
     )
-    del units
+    executed, first = None, 0
+    try:
+        executed = run(units=units, step=step)
+    except TransitionStopped as error:
+        if keep_old or error.lost:
+            raise
+        units, first = error.to_lists(), error.operations
+    if executed is None:  # what exists is in neither plan, but is whole: the rest may go through
+        executed = run(units=units, step=step, first=first)
     moved = _assembled(new, executed, counters, state.counters)
     try:
-        verify(new, moved, before, how)
+        with watch(new.world):
+            verify(new, moved, before, how)
     except DigestError as error:
         raise DigestError(f"{error}; the old plan goes on" if keep_old else str(error)) from error
     end_s = time.time()
@@ -316,7 +336,7 @@ def _assembled(
     frozen: dict[ModelStage, Params] = {}
     for stage, held in executed.units.items():
         site, spec = new.sites[stage], unit_spec(new, stage)
-        wanted = _final_units(site)
+        wanted = plan_units(site)
         arrays = group_arrays(new.world, site, spec, [held[unit] for unit in wanted])
         if stage in new.trains:
             trained[stage] = unflatten(new.trains[stage], arrays, optimizer_counters[stage])
@@ -326,7 +346,8 @@ def _assembled(
     return JobState(counters=counters, trained={s: trained[s] for s in order}, frozen=frozen)
 
 
-def _final_units(site: Site) -> list[Unit]:
+def plan_units(site: Site) -> list[Unit]:
+    """The units of a model-stage, as its site has them."""
     layout = site.placement.layout
     return [
         Unit(

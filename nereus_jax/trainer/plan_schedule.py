@@ -31,26 +31,41 @@ class PlanSchedule:
     prepared: PlanChange | None = None
     prepared_step: int = 0
 
-    def prepare_next(self, job: Job, step: int) -> None:
-        """Plans the first change from `step` on and begins to compile for it."""
-        coming = [s for s in sorted(self.jobs) if s >= step and self.jobs[s].plan != job.plan]
-        self.prepared = None
-        if not coming or self.hardware is None:
-            return
-        self.prepared_step = coming[0]
-        new = self.jobs[self.prepared_step]
-        self.prepared = plan_change(job, new, self.hardware)
-        self.prepared.compile_in(self.queue)
-        compile_ahead(job, new, self.queue)
+    def prepare_next(self, job: Job, step: int) -> tuple[str, ...]:
+        """Plans the first change from `step` on and begins to compile for it.
 
-    def drop(self, lost: frozenset[DeviceId]) -> None:
-        """Forgets the plans that need devices which are gone."""
-        self.jobs = {
-            step: job
+        Returns:
+          What to tell of changes that were dropped: from this plan, which is not the one that the
+          configuration has before them, they cannot be reached.
+        """
+        self.prepared = None
+        dropped: list[str] = []
+        for coming in sorted(self.jobs):
+            new = self.jobs[coming]
+            if coming < step or new.plan == job.plan or self.hardware is None:
+                continue
+            try:
+                self.prepared = plan_change(job, new, self.hardware)
+            except InfeasiblePlanError as error:
+                del self.jobs[coming]
+                dropped.append(f"plan_changes.{coming} is dropped: {error}")
+                continue
+            self.prepared_step = coming
+            self.prepared.compile_in(self.queue)
+            compile_ahead(job, new, self.queue)
+            break
+        return tuple(dropped)
+
+    def drop(self, lost: frozenset[DeviceId]) -> tuple[int, ...]:
+        """Forgets the plans that need devices which are gone, and these devices; their steps."""
+        kept = {
+            step: dataclasses.replace(job, world=job.world.without(lost))
             for step, job in self.jobs.items()
             if all(lost.isdisjoint(p.devices) for p in job.plan.placements.values())
         }
-        self.prepared = None
+        dropped = tuple(sorted(self.jobs.keys() - kept.keys()))
+        self.jobs, self.prepared = kept, None
+        return dropped
 
     def due(self, step: int) -> PlanChange | None:
         """The change that comes before this step."""

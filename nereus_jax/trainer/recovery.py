@@ -5,6 +5,7 @@ checkpoint's copy of a frozen model. Where a part of what is trained is gone, or
 step had begun, the whole job goes back to the last checkpoint.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
@@ -21,9 +22,9 @@ from nereus_jax.core.plan import Placement, Plan
 from nereus_jax.core.roles import ModelStage
 from nereus_jax.core.transition import Unit
 from nereus_jax.runtime.emu import ElasticModelUnit, group_arrays
-from nereus_jax.runtime.faults import check_devices, find_lost
+from nereus_jax.runtime.faults import check_devices, find_lost, lost_error, probe
 from nereus_jax.runtime.train_state import OptimizerCounters, read_counters, unflatten
-from nereus_jax.runtime.transitions import TransitionStopped, UnitsByStage
+from nereus_jax.runtime.transitions import TransitionStopped, UnitsByStage, in_memory_of
 from nereus_jax.trainer.job import Job, make_job
 from nereus_jax.trainer.plan_change import (
     Changed,
@@ -31,6 +32,7 @@ from nereus_jax.trainer.plan_change import (
     carry_out,
     live_hardware,
     plan_change,
+    plan_units,
 )
 from nereus_jax.trainer.session import Session, go_back, restore_frozen_units, writing
 from nereus_jax.trainer.state import JobState
@@ -55,7 +57,12 @@ def change_as_scheduled(session: Session, state: JobState) -> None:
         return
     check_devices(session.job.world, state.arrays(), state.views)
     _change(session, state, change)
-    session.schedule.prepare_next(session.job, step + 1)
+    _prepare_next(session, step + 1)
+
+
+def _prepare_next(session: Session, step: int) -> None:
+    for line in session.schedule.prepare_next(session.job, step):
+        session.outputs.message(line)
 
 
 def _change(session: Session, state: JobState, change: PlanChange) -> None:
@@ -73,20 +80,24 @@ def _change(session: Session, state: JobState, change: PlanChange) -> None:
             if state.trained:
                 session.outputs.message(f"the change of plan was undone: {error}")
                 return
-            session.outputs.message(f"going back to a checkpoint: {error}")
-            _take_over(state, go_back(session))
+            _go_back(session, state, change.new if change.graph.lost else change.old, error)
             return
         except TransitionStopped as error:
             if state.trained:
                 session.outputs.message(f"the old plan goes on: {error}")
                 check_devices(session.job.world, state.arrays(), state.views)
                 return
-            session.outputs.message(f"{error}; going on from the units that are intact")
-            change = _again(session, state, change, error, numbers)
+            rest = _again(session, state, change, error, numbers)
+            if rest is None:
+                return
+            change = rest
             continue
         _commit(session, state, change, changed)
         return
-    raise InfeasiblePlanError(f"a change of plan stopped half way {MAX_ATTEMPTS} times")
+    session.outputs.message(
+        f"the change of plan stopped {MAX_ATTEMPTS} times and is given up; the job goes on where "
+        f"its state is now"
+    )
 
 
 def _commit(session: Session, state: JobState, change: PlanChange, changed: Changed) -> None:
@@ -109,16 +120,48 @@ def _again(
     change: PlanChange,
     error: TransitionStopped,
     numbers: Mapping[ModelStage, OptimizerCounters],
-) -> PlanChange:
-    """The rest of a change, from the units that a stopped one left."""
-    missing = [s for s in state_stages(change.new) if not error.units.get(s)]
+) -> PlanChange | None:
+    """The rest of a change, from the units that a stopped one left; None: there is no way on from
+    them, and the job stays where they are.
+
+    Raises:
+      DevicesLostError: devices are gone, or a model-stage has no intact unit.
+    """
+    lost = error.lost | probe(change.old.world)
+    missing = [s for s in state_stages(change.new) if not _has_whole(change, error.units, s)]
     if missing:
-        raise DevicesLostError(f"{error}; nothing is intact of {missing[0]}") from error
+        raise DevicesLostError(f"{error}; nothing is intact of {missing[0]}", lost) from error
+    session.outputs.message(f"{error}; going on from the units that are intact")
     between, left = job_of_units(change.new, error.units, state, numbers)
     _take_over(state, left)
     session.job = between
+    if lost:
+        raise lost_error(lost) from error
     hardware = session.schedule.hardware or live_hardware(between)
-    return plan_change(between, change.new, hardware)
+    try:
+        return plan_change(between, change.new, hardware)
+    except InfeasiblePlanError as reason:
+        session.outputs.message(f"the change of plan is given up: {reason}")
+        return None
+
+
+def _has_whole(change: PlanChange, units: UnitsByStage, stage: ModelStage) -> bool:
+    """Whether the units that are left of a model-stage hold its state.
+
+    Under ZeRO-1 each holds a part of the optimizer's tensors.
+    """
+    held = units.get(stage, {})
+    if stage not in change.new.trains or not change.new.trains[stage].zero1:
+        return bool(held)
+    return any(held.keys() == set(plan_units(job.sites[stage])) for job in (change.old, change.new))
+
+
+def _go_back(session: Session, state: JobState, job: Job, reason: Exception) -> None:
+    """The last checkpoint, under the plan of this job."""
+    session.outputs.message(f"going back to the last checkpoint: {reason}")
+    state.trained, state.frozen, state.edges = {}, {}, {}  # room for what is read
+    session.job = job
+    _take_over(state, go_back(session))
 
 
 def go_on_without(session: Session, state: JobState, error: DevicesLostError) -> None:
@@ -130,6 +173,18 @@ def go_on_without(session: Session, state: JobState, error: DevicesLostError) ->
       DevicesLostError: the state is gone, and there is no checkpoint.
       InfeasiblePlanError: no device is left, or the state does not fit on those that are.
     """
+    known: frozenset[DeviceId] = frozenset()
+    while True:
+        try:
+            _without(session, state, error)
+            return
+        except DevicesLostError as another:  # while it went on without the first ones
+            if not another.devices - known:
+                raise
+            known, error = known | another.devices, another
+
+
+def _without(session: Session, state: JobState, error: DevicesLostError) -> None:
     job = session.job
     lost = error.devices | find_lost(job.world, state.arrays(), state.views)
     world = job.world.without(lost)
@@ -138,18 +193,19 @@ def go_on_without(session: Session, state: JobState, error: DevicesLostError) ->
         f"{error}; going on with {len(world.pool)} of {len(job.world.pool)} devices"
     )
     new = make_job(job.config, job.inputs, world, plan, job.programs)
-    session.schedule.drop(lost)
+    for step in session.schedule.drop(lost):
+        session.outputs.message(f"plan_changes.{step} is dropped: it needs devices that are lost")
     hardware = session.schedule.hardware or live_hardware(job)
     try:
-        if state.updating or not state.trained:
+        if state.updating:
             raise LostStateError("an update of the step had begun")
+        if not state.trained:
+            raise LostStateError("a transition had given up the old state")
         change = plan_change(job, new, hardware, lost=lost)
         _change(session, state, change)
     except (LostStateError, InfeasiblePlanError) as reason:
-        session.outputs.message(f"going back to the last checkpoint: {reason}")
-        session.job = new
-        _take_over(state, go_back(session))
-    session.schedule.prepare_next(session.job, state.counters.step)
+        _go_back(session, state, new, reason)
+    _prepare_next(session, state.counters.step)
 
 
 def surviving_plan(job: Job, pool: DevicePool) -> Plan:
@@ -228,11 +284,20 @@ def job_of_units(
 
 
 def _largest_group(held: Mapping[Unit, ElasticModelUnit]) -> list[ElasticModelUnit]:
-    """The units of one layout on disjoint devices, of the layout that there are most of."""
-    groups: dict[tuple[int, int, bool], list[ElasticModelUnit]] = {}
+    """The units of one layout on disjoint devices, of the layout that there are most of.
+
+    Where all are parked, they come back to the devices that they were on.
+    """
+    groups: dict[tuple[int, int], list[ElasticModelUnit]] = {}
+    parked = all(unit.parked for unit in held)
     for unit, x in held.items():
-        group = groups.setdefault((unit.pp, unit.tp, unit.parked), [])
+        if unit.parked != parked:
+            continue
+        group = groups.setdefault((unit.pp, unit.tp), [])
         taken = {d for other in group for d in other.unit.devices}
         if taken.isdisjoint(unit.devices):
             group.append(x)
-    return max((g for (_, _, parked), g in groups.items() if not parked), key=len)
+    largest = max(groups.values(), key=len)
+    if parked:
+        largest = [in_memory_of(x, dataclasses.replace(x.unit, parked=False)) for x in largest]
+    return largest
