@@ -179,7 +179,7 @@ def compare(rows: list[Row]) -> dict[str, Any]:
         beside = float(np.median([r.measured_gib - r.modelled_gib for r in ran[::2]]))  # type: ignore[operator]
         learned = {id(row) for row in ran[::2]}
         for row in own:
-            total = row.modelled_gib + beside
+            total = float(row.modelled_gib) + beside
             report.append(
                 {
                     "engine": engine,

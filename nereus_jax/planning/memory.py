@@ -200,7 +200,8 @@ def _score_bytes(terms: Terms, coefficients: Coefficients, role: Role) -> dict[s
     layer = np.maximum(attention, mlp) + c.streams * terms.stream
     layer = layer + c.layer_weights * terms.layer_weight_bytes
     hidden = c.hidden * terms.stream * terms.candidates.microbatches
-    logits = hidden + c.logits * terms.logits + c.head_weight * terms.head_weight
+    copies = c.logits + np.where(terms.chunked, 0.0, c.whole_logits)
+    logits = hidden + copies * terms.logits + c.head_weight * terms.head_weight
     scalar = role in (Role.CRITIC, Role.REWARD)
     return {
         "inputs": terms.input_bytes(0),

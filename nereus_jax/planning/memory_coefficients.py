@@ -55,6 +55,7 @@ class ScoreCoefficients:
       layer_weights: of one layer.
       hidden: [tokens, D] of a flush, while logits are computed.
       logits: of one chunk.
+      whole_logits: more of them where one chunk is all.
       head_weight: the vocabulary projection in float32.
       flush: [tokens, D] of all microbatches of a pipeline flush.
     """
@@ -68,6 +69,7 @@ class ScoreCoefficients:
     layer_weights: float
     hidden: float
     logits: float
+    whole_logits: float
     head_weight: float
     flush: float
 
@@ -85,6 +87,7 @@ class GenerateCoefficients:
       prompt_cache: its keys and values, all layers.
       cache_read: keys and values of one layer that a decode step reads.
       logits: of a decode step.
+      responses: tokens and log-probabilities of all replicas, which are gathered at the end.
     """
 
     cache: float
@@ -95,6 +98,7 @@ class GenerateCoefficients:
     prompt_cache: float
     cache_read: float
     logits: float
+    responses: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,17 +132,18 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
             flush=0.165,
         ),
         score=ScoreCoefficients(
-            scores=2.081,
-            many_scores=0.982,
-            blocks=2.623,
-            mlp=1.141,
-            mlp_streams=1.711,
-            streams=1.176,
-            layer_weights=0.879,
+            scores=2.084,
+            many_scores=0.980,
+            blocks=2.568,
+            mlp=1.145,
+            mlp_streams=1.716,
+            streams=1.172,
+            layer_weights=0.878,
             hidden=0.795,
             logits=1.449,
+            whole_logits=0.200,
             head_weight=0.556,
-            flush=2.265,
+            flush=2.266,
         ),
         generate=GenerateCoefficients(
             cache=1.0,
@@ -149,6 +154,7 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
             prompt_cache=2.0,
             cache_read=1.0,
             logits=2.0,
+            responses=1.000,
         ),
         reserved_bytes=0.0,
     ),
@@ -177,6 +183,7 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
             layer_weights=1.544,
             hidden=0.039,
             logits=2.162,
+            whole_logits=0.200,
             head_weight=1.216,
             flush=1.321,
         ),
@@ -189,6 +196,7 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
             prompt_cache=1.0,
             cache_read=1.0,
             logits=2.0,
+            responses=1.000,
         ),
         reserved_bytes=1.0 * 2**30,
     ),

@@ -5,34 +5,51 @@
 import numpy as np
 
 from nereus_jax.core.layout import KV
+from nereus_jax.planning.candidates import Ints
 from nereus_jax.planning.memory_coefficients import Coefficients
 from nereus_jax.planning.memory_state import Floats, floats
 from nereus_jax.planning.memory_terms import FLOAT_BYTES, QUERY_BLOCK, Terms
 
 PREFILL_ROWS = 4
 """Prompts that are in the layers at a time."""
+ROW_NUMBERS = 4
+"""Of a row beside its prompt: length, sample, limit, place."""
+RESPONSE_BYTES = 8
+"""Of a token: itself and its log-probability."""
+ROW_RESULT_BYTES = 5
+"""Of a row beside its tokens: length, and whether it ended."""
 
 
 def decode_bytes(terms: Terms, coefficients: Coefficients) -> dict[str, Floats]:
     """Bytes by kind, [C] each."""
     c, candidates, model = coefficients.generate, terms.candidates, terms.model
     slots, item = candidates.microbatch_size, terms.item
-    kv_heads = model.num_kv_heads // terms.degrees[KV]
-    # Keys and values of one layer.
-    row = floats(2 * terms.span * kv_heads * model.head_dim * item)
-    cache = slots * terms.layers * row
+    # Keys and values of one position in one layer.
+    position = 2 * (model.num_kv_heads // terms.degrees[KV]) * model.head_dim * item
+    cache = floats(slots * terms.layers * terms.span * position)
     group = -(-slots // candidates.pp)
-    rows = np.minimum(PREFILL_ROWS, group)
-    width = terms.workload.prompt_lengths.max
-    stream = floats(rows * width * model.embed_dim * item)
-    scores = floats(rows * terms.heads * min(width, QUERY_BLOCK) * width * FLOAT_BYTES)
-    mlp = floats(rows * width * -(-model.mlp_dim // candidates.tp) * item)
-    prefill = np.maximum(c.scores * scores, c.mlp * mlp) + c.streams * stream
-    prefill = prefill + c.prompt_cache * rows * terms.layers * row * width / terms.span
-    step = c.cache_read * group * row + c.logits * group * terms.vocab_rows * FLOAT_BYTES
-    replica_rows = -(-terms.workload.rows // candidates.dp)
+    step = c.cache_read * group * terms.span * position
+    step = step + c.logits * group * terms.vocab_rows * FLOAT_BYTES
+    work = np.maximum(_prefill_bytes(terms, coefficients, group, position), step)
+    rows = np.maximum(-(-terms.workload.rows // candidates.dp), slots)
+    tokens = terms.workload.max_response_tokens
+    responses = floats(rows * tokens * RESPONSE_BYTES)
     return {
-        "inputs": floats(4 * replica_rows * (width + 3) + 4),
+        "inputs": floats(4 * rows * (terms.workload.prompt_lengths.max + ROW_NUMBERS) + 4),
+        "results": responses + rows * ROW_RESULT_BYTES,
         "kv_cache": c.cache * cache,
-        "activations": c.layer_weights * terms.layer_weight_bytes + np.maximum(prefill, step),
+        "activations": c.layer_weights * terms.layer_weight_bytes
+        + work
+        + c.responses * responses * candidates.dp,
     }
+
+
+def _prefill_bytes(terms: Terms, coefficients: Coefficients, group: Ints, position: Ints) -> Floats:
+    """What a microbatch of prompts works with."""
+    c, model, candidates = coefficients.generate, terms.model, terms.candidates
+    rows, width = np.minimum(PREFILL_ROWS, group), terms.workload.prompt_lengths.max
+    stream = floats(rows * width * model.embed_dim * terms.item)
+    scores = floats(rows * terms.heads * min(width, QUERY_BLOCK) * width * FLOAT_BYTES)
+    mlp = floats(rows * width * -(-model.mlp_dim // candidates.tp) * terms.item)
+    prompts = c.prompt_cache * rows * terms.layers * width * position
+    return floats(np.maximum(c.scores * scores, c.mlp * mlp) + c.streams * stream + prompts)

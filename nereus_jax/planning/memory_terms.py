@@ -203,8 +203,9 @@ class Terms:
 
     @functools.cached_property
     def layer_weight_bytes(self) -> Floats:
-        """[C] of one layer, in the dtype that it is computed with."""
-        return self.layer_params * self.item
+        """[C] of one layer, in the dtype that it is computed with; a loop over one layer cuts
+        nothing out of the stack."""
+        return floats(np.where(self.layers > 1, self.layer_params * self.item, 0.0))
 
     @functools.cached_property
     def kept_by_layer(self) -> Floats:
