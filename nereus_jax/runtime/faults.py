@@ -5,19 +5,21 @@ was given a lost buffer must never be launched (on a CPU it would crash the proc
 looked at before it is used.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import jax
 
 from nereus_jax.core.devices import DeviceId
-from nereus_jax.core.errors import DevicesLostError
+from nereus_jax.core.errors import DevicesLostError, WorldError
 from nereus_jax.runtime import host
 from nereus_jax.runtime.blocks import BlockViews
 from nereus_jax.runtime.world import World
 
 GONE = ("INTERNAL", "UNAVAILABLE", "DATA_LOSS", "ABORTED", "deleted", "unhealthy", "disconnected")
 """What errors of a lost device say; each is followed by a look at the devices."""
+BROKEN = ("gloo", "nccl", "coordination", "connection", "socket closed", "preempted")
+"""What errors of a world that has lost a process say, whatever their case."""
 
 
 def find_lost(world: World, arrays: Iterable[jax.Array], views: BlockViews) -> frozenset[DeviceId]:
@@ -51,20 +53,44 @@ def check_devices(world: World, arrays: Iterable[jax.Array], views: BlockViews) 
 
 
 @contextmanager
-def watch(world: World) -> Iterator[None]:
+def watch(
+    world: World, missing: Callable[[], frozenset[DeviceId]] = frozenset[DeviceId]
+) -> Iterator[None]:
     """Turns an error of the backend into DevicesLostError where devices are gone.
 
     Other errors pass: a program that is wrong is no lost device.
+
+    Args:
+      world: the devices.
+      missing: those that state which was there has no blocks on any more.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # JaxRuntimeError, and what jax says of a deleted array
+        if not any(word in str(error) for word in GONE):
+            raise
+        lost = probe(world) | missing()
+        if not lost:
+            raise
+        raise lost_error(lost) from error
+
+
+@contextmanager
+def watch_processes(world: World) -> Iterator[None]:
+    """Turns an error of the backend into WorldError where another process of the job is gone.
+
+    Often there is none: the process waits in a collective, or the coordination service ends it.
     """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if not any(word in str(error) for word in GONE):
+        said = " ".join(str(error).split())
+        if world.num_processes == 1 or not any(word in said.lower() for word in BROKEN):
             raise
-        lost = probe(world)
-        if not lost:
-            raise
-        raise lost_error(lost) from error
+        raise WorldError(
+            f"another process of the job is gone: {said}; run the same command again for each "
+            f"process, or with --elastic, which does so by itself"
+        ) from error
 
 
 def lost_error(devices: frozenset[DeviceId]) -> DevicesLostError:

@@ -7,6 +7,7 @@ import jax
 
 from nereus_jax.config import RunConfig, fit_plans
 from nereus_jax.core.errors import DataError
+from nereus_jax.runtime.faults import watch_processes
 from nereus_jax.runtime.membership import DistributedConfig
 from nereus_jax.runtime.world import form_world
 from nereus_jax.trainer.dry_run import dry_run as run_dry
@@ -52,4 +53,5 @@ def run_train(
         run_dry(make_job(config, inputs, world))
         return
     assert workdir is not None
-    train(config, inputs, world, workdir)
+    with watch_processes(world):
+        train(config, inputs, world, workdir)
