@@ -20,6 +20,7 @@ from nereus_jax.planning.memory_coefficients import COEFFICIENTS, Coefficients
 from nereus_jax.planning.memory_decode import decode_bytes
 from nereus_jax.planning.memory_state import Floats, state_bytes
 from nereus_jax.planning.memory_terms import Terms
+from nereus_jax.planning.transfers import MAX_INFLIGHT_BYTES
 from nereus_jax.planning.workload import Workload
 
 PLACED_ARRAYS = 3
@@ -42,6 +43,7 @@ class StageMemory:
       activations: what layers keep, and what one layer works with.
       logits: of a chunk, with what is computed from it.
       kv_cache: keys and values of the rows that are decoded.
+      buffers: what a weight edge has in flight beyond what the programs work with.
     """
 
     parameters: Floats
@@ -52,6 +54,7 @@ class StageMemory:
     activations: Floats
     logits: Floats
     kv_cache: Floats
+    buffers: Floats
 
     @property
     def held_bytes(self) -> Floats:
@@ -71,7 +74,13 @@ class StageMemory:
     @property
     def working_bytes(self) -> Floats:
         """[C] what is needed on top of the held bytes while it runs."""
-        return self.inputs + self.results + self.temporary_bytes
+        return self.inputs + self.results + self.temporary_bytes + self.buffers
+
+    def with_edge(self) -> "StageMemory":
+        """The same for a model-stage at either end of a weight edge."""
+        in_flight = np.minimum(self.parameters, MAX_INFLIGHT_BYTES)
+        more = np.maximum(in_flight - self.working_bytes, 0.0)
+        return dataclasses.replace(self, buffers=self.buffers + more)
 
     def at(self, index: int) -> dict[str, float]:
         """The bytes of one candidate by kind, without what is not there."""
@@ -151,6 +160,7 @@ class MemoryModel:
             optimizer=state.optimizer,
             inputs=parts["inputs"],
             results=parts.get("results", nothing),
+            buffers=nothing,
             **kinds,
         )
 

@@ -128,7 +128,8 @@ def stage_memory(problem: PlanProblem, stage: ModelStage) -> tuple[Candidates, S
         param_dtype=p.param_dtype,
         compute_dtype=p.compute_dtype,
     )
-    return candidates, memory
+    ends = {stage for edge in p.workflow.weight_edges for stage in (edge.source, edge.target)}
+    return candidates, memory.with_edge() if stage in ends else memory
 
 
 class Pricer:
@@ -143,7 +144,8 @@ class Pricer:
         p = self._problem
         model, head = p.models[stage.role], p.head(stage)
         # Rewards come from the last token alone, which changes neither seconds nor bytes by much.
-        key = stage.stage, id(model), head
+        is_end = any(stage in (e.source, e.target) for e in p.workflow.weight_edges)
+        key = stage.stage, id(model), head, is_end
         if key not in self._priced:
             self._priced[key] = self._price(stage, model, head)
         candidates, cost, memory = self._priced[key]

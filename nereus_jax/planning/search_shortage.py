@@ -22,6 +22,7 @@ ADVICE = {
     "parameters": "more devices, or a smaller model",
     "inputs": "smaller minibatches",
     "results": "fewer rows a step",
+    "buffers": "more devices",
 }
 
 

@@ -20,6 +20,7 @@ KINDS = {
     "kv_cache": "KV cache",
     "inputs": "inputs",
     "results": "results",
+    "buffers": "weight edge",
 }
 
 

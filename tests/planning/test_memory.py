@@ -174,6 +174,14 @@ def test_a_peak_above_the_model_counts_at_once_one_below_half_way():
     assert memory(memory_model=raised).held_bytes[0] == memory().held_bytes[0], "state is exact"
 
 
+def test_a_weight_edge_needs_its_buffers_where_programs_need_less():
+    small = memory(ACTOR_SCORE)
+    end = small.with_edge()
+    assert end.buffers[0] == max(0.0, small.parameters[0] - small.working_bytes[0])
+    assert end.working_bytes[0] == max(small.working_bytes[0], small.parameters[0])
+    assert end.temporary_bytes[0] == small.temporary_bytes[0]
+
+
 def test_kinds_add_up():
     found = memory()
     kinds = found.at(0)
