@@ -22,7 +22,7 @@ from nereus_jax.core.plan import Placement, Plan
 from nereus_jax.core.roles import ModelStage
 from nereus_jax.core.transition import Unit
 from nereus_jax.runtime.emu import ElasticModelUnit, group_arrays
-from nereus_jax.runtime.faults import check_devices, find_lost, lost_error, probe
+from nereus_jax.runtime.faults import check_devices, lost_error, probe
 from nereus_jax.runtime.train_state import OptimizerCounters, read_counters, unflatten
 from nereus_jax.runtime.transitions import TransitionStopped, UnitsByStage, in_memory_of
 from nereus_jax.trainer.job import Job, make_job
@@ -35,7 +35,7 @@ from nereus_jax.trainer.plan_change import (
     plan_units,
 )
 from nereus_jax.trainer.session import Session, go_back, restore_frozen_units, writing
-from nereus_jax.trainer.state import JobState
+from nereus_jax.trainer.state import JobState, missing_devices
 from nereus_jax.trainer.verification import state_stages, unit_spec
 
 MAX_ATTEMPTS = 3
@@ -186,7 +186,7 @@ def go_on_without(session: Session, state: JobState, error: DevicesLostError) ->
 
 def _without(session: Session, state: JobState, error: DevicesLostError) -> None:
     job = session.job
-    lost = error.devices | find_lost(job.world, state.arrays(), state.views)
+    lost = error.devices | missing_devices(job, state)
     world = job.world.without(lost)
     plan = surviving_plan(job, world.pool)
     session.outputs.message(

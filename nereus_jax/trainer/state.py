@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from nereus_jax.core.architectures import Head
+from nereus_jax.core.devices import DeviceId
 from nereus_jax.core.roles import (
     ACTOR_TRAIN,
     CRITIC_TRAIN,
@@ -24,6 +25,7 @@ from nereus_jax.runtime import host
 from nereus_jax.runtime.blocks import BlockViews
 from nereus_jax.runtime.emu import Params, initialize, live_bytes_per_device, load
 from nereus_jax.runtime.engines.train import TrainState
+from nereus_jax.runtime.faults import find_lost
 from nereus_jax.trainer.edges import make_transfer, run_transfer
 from nereus_jax.trainer.job import Job
 
@@ -160,6 +162,15 @@ def refresh_edge(job: Job, state: JobState, edge: WeightEdge) -> Params:
     params = run_transfer(job.edges[edge.target], state.trained[edge.source].params)
     state.edges[edge.target] = (version, params)
     return params
+
+
+def missing_devices(job: Job, state: JobState) -> frozenset[DeviceId]:
+    """Devices of this process whose blocks of the state are gone.
+
+    An update that has begun takes over what is trained: its blocks being gone means nothing then.
+    """
+    arrays = jax.tree.leaves(dict(state.frozen)) if state.updating else state.arrays()
+    return find_lost(job.world, arrays, state.views)
 
 
 def drop_edges(job: Job, state: JobState, source: ModelStage) -> None:

@@ -27,7 +27,7 @@ from nereus_jax.trainer.rollouts import (
     function_rewards,
     replay,
 )
-from nereus_jax.trainer.state import JobState, drop_edges, stage_params
+from nereus_jax.trainer.state import JobState, drop_edges, missing_devices, stage_params
 from nereus_jax.trainer.train_batch import TrainBatch, make_batch
 
 Values = dict[str, Any]
@@ -67,12 +67,12 @@ def run_step(job: Job, state: JobState, prompts: PromptBatch) -> StepResult:
                 drop_edges(job, state, call.model_stage)
         made: Values = {}
         meanwhile = functools.partial(_run_host_calls, job, state, host_calls, values, made)
-        with watch(job.world):
+        with watch(job.world, functools.partial(missing_devices, job, state)):
             finished = run_wave(tuple(works.values()), state.counters.step, meanwhile)
-        for call in works:
-            result = finished[call.name]
-            made[call.outputs[0]] = _collect(job, state, values, call, result)
-            spans.append(result.span)
+            for call in works:
+                result = finished[call.name]
+                made[call.outputs[0]] = _collect(job, state, values, call, result)
+                spans.append(result.span)
         values |= made
     return StepResult(values=values, spans=tuple(spans))
 

@@ -18,13 +18,14 @@ from nereus_jax.core.emu_spec import LeafSpec
 from nereus_jax.core.errors import DevicesLostError
 from nereus_jax.core.roles import ModelStage
 from nereus_jax.runtime.emu import load
+from nereus_jax.runtime.faults import check_devices
 from nereus_jax.runtime.optimizers import is_leaf_spec
 from nereus_jax.runtime.programs import ProgramCache
 from nereus_jax.runtime.train_state import read_counters, unflatten
 from nereus_jax.runtime.transitions import Batch
 from nereus_jax.runtime.world import form_world
 from nereus_jax.testing import tiny_run_config
-from nereus_jax.trainer import loop, plan_change, plan_schedule, recovery
+from nereus_jax.trainer import loop, outputs, plan_change, plan_schedule, recovery
 from nereus_jax.trainer.job import Job, make_job, read_inputs
 from nereus_jax.trainer.session import Session, open_session, start_state
 from nereus_jax.trainer.state import JobState
@@ -108,15 +109,10 @@ class Run:
 
 
 class Trainer:
-    """Starts runs that share their compiled programs.
+    """Starts runs that share their compiled programs."""
 
-    Args:
-      monkeypatch: of the module.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.programs = ProgramCache()
-        self._patch = monkeypatch
 
     def run(
         self,
@@ -138,7 +134,7 @@ class Trainer:
         """
         checked: RunConfig = parse_config(copy.deepcopy(config))
         run = Run(workdir=workdir)
-        with self._patch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop, "make_job", lambda *a: make_job(*a, programs=self.programs))
             real_change, real_step, real_run = (
                 loop.change_as_scheduled,
@@ -148,12 +144,6 @@ class Trainer:
 
             def steps(session: Session, state: JobState, interrupted: Any) -> str:
                 session.observe = observe
-                message = session.outputs.message
-                patch.setattr(
-                    session.outputs,
-                    "message",
-                    lambda text: (run.messages.append(text), message(text)),
-                )
                 return real_run(session, state, interrupted)
 
             def change(session: Session, state: JobState) -> None:
@@ -168,6 +158,12 @@ class Trainer:
                     before_step(session, state)
                 real_step(session, state)
 
+            def message(self: outputs.Outputs, text: str) -> None:
+                run.messages.append(text)
+                real_message(self, text)
+
+            real_message = outputs.Outputs.message
+            patch.setattr(outputs.Outputs, "message", message)
             patch.setattr(loop, "_run_steps", steps)
             patch.setattr(loop, "change_as_scheduled", change)
             patch.setattr(loop, "_one_step", step)
@@ -230,32 +226,30 @@ def boundary(session: Session, state: JobState, step: int) -> list[str]:
     """
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session.outputs, "message", said.append)
+        patch.setattr(outputs.Outputs, "message", lambda self, text: said.append(text))
         state.counters = dataclasses.replace(state.counters, step=step)
-        try:
-            recovery.change_as_scheduled(session, state)
-        except DevicesLostError as error:
-            recovery.go_on_without(session, state, error)
-    return said
+        while True:
+            try:
+                recovery.change_as_scheduled(session, state)
+                check_devices(session.job.world, state.arrays(), state.views)  # as a step does
+                return said
+            except DevicesLostError as error:
+                recovery.go_on_without(session, state, error)
 
 
 def some_state(state: JobState, session: Session) -> JobState:
-    """The state with noise in the place of all its arrays."""
+    """The state with noise in the place of all that is trained; checkpoints hold the old values."""
     job = session.job
-    for number, stage in enumerate(state_stages(job)):
+    for number, stage in enumerate(state.trained):
         spec = unit_spec(job, stage)
         values = {
             leaf.name: noise(leaf.shape, leaf.dtype, 100 * number + i)
             for i, leaf in enumerate(spec)
         }
         arrays = load(spec, job.sites[stage], lambda name, i, v=values: v[name][i])
-        if stage in job.trains:
-            numbers = tuple(
-                np.array(7 + i, np.int32) for i in range(number_of_counters(job, stage))
-            )
-            state.trained[stage] = unflatten(job.trains[stage], arrays, numbers)
-        else:
-            state.frozen = dict(state.frozen) | {stage: arrays}
+        numbers = tuple(np.array(7 + i, np.int32) for i in range(number_of_counters(job, stage)))
+        state.trained[stage] = unflatten(job.trains[stage], arrays, numbers)
+    state.views.look(job.world, state.arrays())
     return state
 
 
