@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,15 +12,32 @@ import jax
 import numpy as np
 import pytest
 
+from configs.ppo_tiny import get_config
 from nereus_jax.core.roles import CRITIC_TRAIN
-from nereus_jax.core.transition import TransitionGraph, Way
+from nereus_jax.core.transition import OperationKind, TransitionGraph, Way
+from nereus_jax.report.timeline import read_timeline, to_perfetto
+from nereus_jax.rl.rollout import Rollout
+from nereus_jax.runtime.checkpoint_files import finished_steps
 from nereus_jax.runtime.programs import ProgramCache
 from nereus_jax.runtime.transitions import Batch, Executed, batches, execute
 from nereus_jax.trainer import plan_change
+from nereus_jax.trainer.job import Job, make_job
+from nereus_jax.trainer.rollouts import take_prompts
+from nereus_jax.trainer.rows import step_row
 from nereus_jax.trainer.session import Session
-from nereus_jax.trainer.state import JobState
-from tests.trainer.plan_change_cases import boundary, logical, opened, tiny_config
+from nereus_jax.trainer.state import JobState, refresh_edges
+from nereus_jax.trainer.step import run_step
+from nereus_jax.trainer.verification import Fingerprints, fingerprints
+from tests.trainer.plan_change_cases import (
+    Run,
+    Trainer,
+    boundary,
+    logical,
+    opened,
+    tiny_config,
+)
 
+LOSS_BOUND, LOGPROB_BOUND = 1e-5, 1e-4
 # Entry by entry what becomes of the plan of `tiny_config`.
 CHANGES: Mapping[str, Mapping[str, str]] = {
     "doubled": {
@@ -267,3 +286,222 @@ def test_a_wrong_bit_is_found(
         else:
             assert said[-1] == "resumed from the checkpoint of step 0"
             assert state.counters.step == 0 and logical(job, state) != before
+
+
+# --- in a run ---
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Watched:
+    """A run that changed its plan, and what it had before each change.
+
+    Attributes:
+      run: what it did.
+      trainer: with its programs.
+      before: by step, the job, the digests and a copy of the state before the change.
+    """
+
+    run: Run
+    trainer: Trainer
+    before: Mapping[int, tuple[Job, Fingerprints, JobState]]
+
+
+def copied(state: JobState) -> JobState:
+    """The same values in arrays of their own."""
+
+    def copy_of(x: jax.Array) -> jax.Array:
+        return jax.device_put(np.array(x), x.sharding)
+
+    trained, frozen = jax.tree.map(copy_of, (state.trained, dict(state.frozen)))
+    return JobState(counters=state.counters, trained=trained, frozen=frozen)
+
+
+def watch(config: Any, workdir: Path) -> Watched:
+    trainer = Trainer()
+    before: dict[int, tuple[Job, Fingerprints, JobState]] = {}
+
+    def look(session: Session, state: JobState) -> None:
+        step, job = state.counters.step, session.job
+        if step in config_steps:
+            before[step] = job, fingerprints(job, state, "digest"), copied(state)
+
+    config_steps = {int(step) for step in config.plan_changes}
+    run = trainer.run(config, workdir, before_change=look)
+    if run.error is not None:
+        raise run.error
+    return Watched(run=run, trainer=trainer, before=before)
+
+
+def changing_config() -> Any:
+    config = tiny_config(**SMALL, num_steps=5, checkpoint__every=1, checkpoint__keep=100)
+    config.plan_changes["2"] = {"actor-TRAIN": "dp=1,pp=2,tp=1,devices=3-4"}
+    config.plan_changes["4"] = {
+        "actor-TRAIN": "dp=1,pp=2,tp=1,devices=3-4",
+        "critic-TRAIN": "dp=3,pp=1,tp=1,devices=0,2,4",
+    }
+    return config
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    return watch(changing_config(), tmp_path_factory.mktemp("changing"))
+
+
+def check_steps_after_changes(watched: Watched) -> None:
+    """The step after each change is the one that the old plan takes from there."""
+    run = watched.run
+    for step, (old, digests, state) in watched.before.items():
+        assert run.states[step] == digests
+        assert run.jobs[step].plan != old.plan
+        row = step_of(watched, old, state)
+        got = run.steps()[step]
+        for name in ("policy_loss", "value_loss"):
+            assert abs(got[name] - row[name]) <= LOSS_BOUND, (step, name)
+        assert abs(got["kl"] - row["kl"]) <= LOGPROB_BOUND
+        assert row["rollout_train_logp_diff"] <= LOGPROB_BOUND
+        for name in ("entropy", "approx_kl", "actor_grad_norm", "critic_grad_norm"):
+            assert got[name] == pytest.approx(row[name], rel=1e-4, abs=1e-4), (step, name)
+        for name in ("reward_mean", "tokens", "policy_version", "response_length_mean"):
+            assert got[name] == row[name], (step, name)
+
+
+def step_of(watched: Watched, old: Job, state: JobState) -> Mapping[str, Any]:
+    """The row of a step that the old plan takes with the recorded rollout."""
+    rollout = dataclasses.replace(
+        old.config.rollout,
+        source="recorded",
+        record=False,
+        recorded_dir=str(watched.run.workdir / "rollouts"),
+    )
+    config = dataclasses.replace(old.config, rollout=rollout)
+    job = make_job(config, old.inputs, old.world, old.plan, watched.trainer.programs)
+    counters = state.counters
+    prompts = take_prompts(job, counters.data_position, counters.samples)
+    refresh_edges(job, state)
+    result = run_step(job, state, prompts)
+    return step_row(job, result, step=counters.step, step_s=1.0, live_bytes=0, edge_spans=())
+
+
+def test_the_step_after_a_change_is_that_of_the_old_plan(watched: Watched) -> None:
+    check_steps_after_changes(watched)
+
+
+def check_samples(run: Run, num_steps: int, rows: int) -> None:
+    """Every sample of the stream was used once, in order, with draws of its own."""
+    rollouts = [Rollout.load(p) for p in sorted((run.workdir / "rollouts").iterdir())]
+    indices = np.concatenate([r.sample_indices_B for r in rollouts])
+    np.testing.assert_array_equal(indices, np.arange(rows * num_steps))
+    inputs = run.jobs[0].inputs
+    stream = inputs.train_prompts.take(rollout_start(run), rows * num_steps)
+    wanted = [list(s.tokens) for s in stream.samples]
+    used = [
+        tokens[:n].tolist()
+        for r in rollouts
+        for tokens, n in zip(r.tokens_BS, r.prompt_lengths_B, strict=True)
+    ]
+    assert used == wanted
+    assert [row["step"] for row in run.steps()] == list(range(num_steps))
+
+
+def rollout_start(run: Run) -> int:
+    """Samples of the stream that the warm-up took."""
+    warmup = run.jobs[0].config.warmup
+    return warmup.num_steps * warmup.batch_size if warmup.num_steps else 0
+
+
+def test_samples_are_used_once(watched: Watched) -> None:
+    check_samples(watched.run, num_steps=5, rows=16)
+
+
+def test_what_a_change_did_is_recorded(watched: Watched) -> None:
+    rows, spans = watched.run.transitions(), read_timeline(watched.run.workdir / "timeline.jsonl")
+    assert [row["step"] for row in rows] == [2, 4]
+    for row in rows:
+        assert set(row["transition_ways"]) == {str(s) for s in watched.run.jobs[0].plan.placements}
+        changes = [s for s in spans if s.kind == "transition" and s.step == row["step"]]
+        whole, operations = changes[0], changes[1:]
+        assert whole.name == "transition" and operations
+        moved = row["transition_wire_bytes"]
+        assert sum(s.bytes or 0 for s in operations) == whole.bytes == moved > 0
+        for span in operations:
+            kind, stage = span.name.split()
+            assert kind in set(OperationKind) and stage in ("actor-TRAIN", "critic-TRAIN")
+            assert whole.start_s <= span.start_s <= span.end_s <= whole.end_s
+            assert set(span.devices) <= set(whole.devices)
+        assert row["transition_s"] == pytest.approx(whole.duration_s)
+    # From the change on every step has the new devices.
+    for step, devices in ((1, ("0:0", "0:1", "0:2", "0:3")), (2, ("0:3", "0:4"))):
+        (span,) = [s for s in spans if (s.step, s.name) == (step, "actor-TRAIN")]
+        assert span.devices == devices
+    events = to_perfetto(spans)["traceEvents"]
+    assert {e["tid"] for e in events if e["name"] == "reshard actor-TRAIN"}
+    json.dumps(events, allow_nan=False)
+
+
+def test_a_resume_goes_on_with_the_plan_that_holds_then(watched: Watched, tmp_path: Path) -> None:
+    """Also at a step before which the plan changes: the change is made then."""
+    for step in (3, 4):
+        workdir = tmp_path / str(step)
+        shutil.copytree(watched.run.workdir, workdir)
+        for later in finished_steps(workdir / "checkpoints"):
+            if later > step:
+                shutil.rmtree(workdir / "checkpoints" / "steps" / str(later))
+        again = watched.trainer.run(changing_config(), workdir)
+        assert again.error is None
+        assert list(again.states) == list(range(step, 5))
+        assert [again.jobs[s].plan for s in again.jobs] == [
+            watched.run.jobs[s].plan for s in again.jobs
+        ]
+        assert all(again.states[s] == watched.run.states[s] for s in again.states)
+        assert [row["step"] for row in again.transitions()] == [2, 4]
+        assert [row["step"] for row in again.steps()] == list(range(5))
+        assert again.rows("samples") == watched.run.rows("samples")
+
+
+def four_changes() -> Any:
+    """`configs/ppo_tiny.py`, 20 steps of it, under five plans."""
+    config = get_config()
+    config.num_steps = 20
+    config.rollout.record = True
+    config.report.tensorboard = False
+    config.transition.hardware = "h100"
+    config.eval.every = 0
+    config.plan_changes["4"] = {  # half of the devices
+        "actor-TRAIN": "dp=1,pp=2,tp=2,devices=4-7",
+        "critic-TRAIN": "dp=2,pp=1,tp=2,devices=0-3",
+        "actor-GENERATE": "dp=2,pp=1,tp=2,devices=0-3",
+        "reference-SCORE": "dp=2,pp=1,tp=1,devices=1-2",
+        "critic-SCORE": "dp=1,pp=1,tp=2,devices=6-7",
+    }
+    config.plan_changes["8"] = {  # and twice as many again
+        "actor-TRAIN": "dp=2,pp=2,tp=2",
+        "critic-TRAIN": "dp=4,pp=1,tp=2",
+        "actor-GENERATE": "dp=4,pp=1,tp=2",
+        "reference-SCORE": "dp=4,pp=1,tp=1,devices=0-3",
+        "critic-SCORE": "dp=2,pp=1,tp=2,devices=4-7",
+    }
+    config.plan_changes["12"] = {  # tp and pp of every model-stage
+        "actor-TRAIN": "dp=2,pp=1,tp=4",
+        "critic-TRAIN": "dp=1,pp=2,tp=4",
+        "actor-GENERATE": "dp=2,pp=2,tp=2",
+        "reference-SCORE": "dp=1,pp=2,tp=2,devices=0-3",
+        "critic-SCORE": "dp=1,pp=1,tp=4,devices=4-7",
+    }
+    config.plan_changes["16"] = {  # no powers of two
+        "actor-TRAIN": "dp=1,pp=3,tp=2,devices=1-6",
+        "critic-TRAIN": "dp=3,pp=1,tp=2,devices=2-7",
+        "actor-GENERATE": "dp=3,pp=1,tp=2,devices=0-5",
+        "reference-SCORE": "dp=3,pp=1,tp=1,devices=0-2",
+        "critic-SCORE": "dp=5,pp=1,tp=1,devices=3-7",
+    }
+    return config
+
+
+@pytest.mark.slow
+def test_four_changes_in_twenty_steps(tmp_path: Path) -> None:
+    watched = watch(four_changes(), tmp_path)
+    assert list(watched.before) == [4, 8, 12, 16]
+    check_steps_after_changes(watched)
+    check_samples(watched.run, num_steps=20, rows=512)
+    for row in watched.run.transitions():
+        print(row["step"], row["transition_ways"], row["transition_operations"])
