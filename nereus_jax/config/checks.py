@@ -282,7 +282,7 @@ def _check_plan(config: RunConfig) -> None:
         if not config.model.path:
             own = {name: entry for name, entry in plan.items() if name != "reward-SCORE"}
             sizes = preset(config.model.preset) if config.model.preset else config.model
-            check_plan_against_model(own, sizes.num_heads, sizes.num_layers)
+            check_plan_against_model(own, sizes.num_heads, sizes.num_layers, where)
 
 
 def _check_plan_changes(config: RunConfig) -> None:

@@ -158,6 +158,11 @@ def _parse_changes(given: Mapping[Any, Any]) -> dict[int, dict[str, PlanEntry]]:
                 f"{text!r}; write config.plan_changes['10'] = {{'actor-TRAIN': 'dp=2,pp=1,tp=2'}}"
             )
         where = f"plan_changes.{text}"
+        if int(text) in changes:
+            raise ConfigError(
+                f"plan_changes: step {int(text)} is given twice; put all entries of a step under "
+                f"one key"
+            )
         changes[int(text)] = _parse_plan(_as_mapping(entries, where), where)
     return changes
 

@@ -153,7 +153,10 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def check_plan_against_model(
-    plan: Mapping[str, PlanEntry], num_heads: int, num_layers: int | None = None
+    plan: Mapping[str, PlanEntry],
+    num_heads: int,
+    num_layers: int | None = None,
+    section: str = "plan",
 ) -> None:
     """Checks that the model can be cut as the plan says.
 
@@ -161,6 +164,7 @@ def check_plan_against_model(
       plan: model-stage name -> layout; only those of models with these sizes.
       num_heads: query heads of the model, >= 1.
       num_layers: decoder layers of the model, or None to leave pp unchecked.
+      section: the section of the configuration that an error shows.
 
     Raises:
       ConfigError: tp does not divide the query heads, or there are more pipeline ranks than layers.
@@ -169,13 +173,13 @@ def check_plan_against_model(
         if num_heads % entry.tp:
             allowed = ", ".join(map(str, divisors(num_heads)))
             raise ConfigError(
-                f"plan.{name}: tp={entry.tp} does not divide the {num_heads} query heads of the "
-                f"model; allowed tp: {allowed}"
+                f"{section}.{name}: tp={entry.tp} does not divide the {num_heads} query heads of "
+                f"the model; allowed tp: {allowed}"
             )
         if num_layers is not None and entry.pp > num_layers:
             raise ConfigError(
-                f"plan.{name}: pp={entry.pp} pipeline ranks, got a model of {num_layers} layers; "
-                f"allowed pp: 1 to {num_layers}"
+                f"{section}.{name}: pp={entry.pp} pipeline ranks, got a model of {num_layers} "
+                f"layers; allowed pp: 1 to {num_layers}"
             )
 
 
@@ -191,12 +195,15 @@ def largest_layout(entry: PlanEntry, num_devices: int) -> PlanEntry:
     return max(candidates, key=lambda c: (c.num_devices, c.tp, c.pp))
 
 
-def check_plan_against_devices(plan: Mapping[str, PlanEntry], num_devices: int) -> None:
+def check_plan_against_devices(
+    plan: Mapping[str, PlanEntry], num_devices: int, section: str = "plan"
+) -> None:
     """Checks that the pool holds the devices that the plan asks for.
 
     Args:
       plan: model-stage name -> layout.
       num_devices: devices of the pool over all processes, >= 1.
+      section: the section of the configuration that an error shows.
 
     Raises:
       ConfigError: a layout is larger than the pool or names a position beyond it.
@@ -207,11 +214,11 @@ def check_plan_against_devices(plan: Mapping[str, PlanEntry], num_devices: int) 
             continue
         if entry.num_devices <= num_devices:
             raise ConfigError(
-                f"plan.{name}: '{entry}' names device {needed - 1}, got a pool of {num_devices} "
-                f"devices; allowed positions: 0 to {num_devices - 1}, or drop 'devices='"
+                f"{section}.{name}: '{entry}' names device {needed - 1}, got a pool of "
+                f"{num_devices} devices; allowed positions: 0 to {num_devices - 1}, or drop 'devices='"
             )
         raise ConfigError(
-            f"plan.{name}: '{entry}' asks for {entry.num_devices} devices, got a pool of "
+            f"{section}.{name}: '{entry}' asks for {entry.num_devices} devices, got a pool of "
             f"{num_devices}; use at most {num_devices}, such as "
             f"'{largest_layout(entry, num_devices)}', or set emulated_devices to run on emulated "
             "CPU devices"

@@ -272,7 +272,11 @@ def _stop_ids(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def make_plan(
-    config: RunConfig, inputs: Inputs, world: World, entries: Mapping[str, PlanEntry]
+    config: RunConfig,
+    inputs: Inputs,
+    world: World,
+    entries: Mapping[str, PlanEntry],
+    section: str = "plan",
 ) -> Plan:
     """The placements of the model-stages that the workflow has.
 
@@ -281,17 +285,18 @@ def make_plan(
       inputs: of the run.
       world: its devices.
       entries: the layout of every model-stage.
+      section: of the configuration, where they come from; for errors.
 
     Raises:
       ConfigError, InfeasiblePlanError: a layout that the devices or the model cannot take.
     """
-    check_plan_against_devices(entries, len(world.pool))
+    check_plan_against_devices(entries, len(world.pool), section)
     own = {name: e for name, e in entries.items() if name != str(REWARD_SCORE)}
-    check_plan_against_model(own, inputs.model.num_heads, inputs.model.num_layers)
+    check_plan_against_model(own, inputs.model.num_heads, inputs.model.num_layers, section)
     if inputs.reward_model is not None:
         reward = {str(REWARD_SCORE): entries[str(REWARD_SCORE)]}
         check_plan_against_model(
-            reward, inputs.reward_model.num_heads, inputs.reward_model.num_layers
+            reward, inputs.reward_model.num_heads, inputs.reward_model.num_layers, section
         )
     wanted = set(make_workflow(config).model_stages)
     placements = {

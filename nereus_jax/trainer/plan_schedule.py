@@ -91,7 +91,7 @@ def scheduled_jobs(job: Job) -> dict[int, Job]:
     jobs: dict[int, Job] = {}
     for step, entries in plans_by_step(config).items():
         try:
-            plan = make_plan(config, job.inputs, world, entries)
+            plan = make_plan(config, job.inputs, world, entries, f"plan_changes.{step}")
             jobs[step] = make_job(config, job.inputs, world, plan, job.programs)
             check_memory(jobs[step], stage_bytes(jobs[step]))
         except InfeasiblePlanError as error:

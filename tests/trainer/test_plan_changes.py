@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from configs.ppo_tiny import get_config
+from nereus_jax.core.errors import NereusError
 from nereus_jax.core.roles import CRITIC_TRAIN
 from nereus_jax.core.transition import OperationKind, TransitionGraph, Way
 from nereus_jax.report.timeline import read_timeline, to_perfetto
@@ -206,9 +207,9 @@ def test_what_never_goes_through_is_given_up(
         assert logical(session.job, state) == before | {"counters": state.counters}
 
 
-def swapping_config() -> Any:
+def swapping_config(**settings: Any) -> Any:
     """Two model-stages that change places, on devices that hold only one of them at a time."""
-    config = tiny_config(**SMALL)
+    config = tiny_config(**SMALL | settings)
     config.plan["actor-TRAIN"] = "dp=1,pp=1,tp=2,devices=0-1"
     config.plan["critic-TRAIN"] = "dp=1,pp=1,tp=2,devices=2-3"
     config.plan["actor-GENERATE"] = "dp=1,pp=1,tp=2,devices=4-5"
@@ -286,6 +287,61 @@ def test_a_wrong_bit_is_found(
         else:
             assert said[-1] == "resumed from the checkpoint of step 0"
             assert state.counters.step == 0 and logical(job, state) != before
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "says"),
+    [
+        pytest.param(
+            {"actor-TRAIN": "dp=1,pp=1,tp=2,devices=7-8"},
+            {},
+            ["plan_changes.1.actor-TRAIN: ", "names device 8, got a pool of 8 devices"],
+            id="a device that is not there",
+        ),
+        pytest.param(
+            {"critic-TRAIN": "dp=3,pp=2,tp=2"},
+            {},
+            ["plan_changes.1.critic-TRAIN: ", "asks for 12 devices, got a pool of 8"],
+            id="too many devices",
+        ),
+        pytest.param(
+            {"actor-TRAIN": "dp=2,pp=1,tp=1,devices=2-3"},
+            {"device_memory_gib": 47_000 / 2**30},
+            ["plan_changes.1: device 0:2 needs", "device_memory_gib allows"],
+            id="a plan that does not fit",
+        ),
+        pytest.param(
+            None,
+            {"device_memory_gib": 47_000 / 2**30, "transition__way": "composed"},
+            [
+                "plan_changes.1: ",
+                "-TRAIN cannot reach its target: the operation",
+                "bytes on device",
+            ],
+            id="no way to a plan that fits",
+        ),
+        pytest.param(
+            None,
+            {"transition__hardware": "h1000"},
+            ["h1000"],
+            id="unknown hardware",
+        ),
+    ],
+)
+def test_a_change_that_cannot_be_is_one_line_before_anything_starts(
+    changes: dict[str, str] | None, settings: dict[str, Any], says: list[str], tmp_path: Path
+) -> None:
+    config = swapping_config(**settings)
+    if changes is not None:
+        config.plan_changes["1"] = changes
+    trainer = Trainer()
+    error = trainer.run(config, tmp_path).error
+    assert isinstance(error, NereusError) and error.exit_code == 2
+    assert "\n" not in str(error)
+    for part in says:
+        assert part in str(error)
+    assert not trainer.programs.items()
+    assert not list(tmp_path.rglob("*.jsonl"))
 
 
 # --- in a run ---
