@@ -371,10 +371,13 @@ class Supervisor:
         try:
             register.hear(slot, address, Report(), time.monotonic())
             self._followers[slot] = link
+            said: Report | None = None
             while self._register is register:
-                message = await link.receive(self._timing.lost_s)
-                register.hear(slot, address, read_report(message), time.monotonic())
-                self._changed.set()
+                report = read_report(await link.receive(self._timing.lost_s))
+                register.hear(slot, address, report, time.monotonic())
+                if report != said:  # else two supervisors would answer each other without end
+                    said = report
+                    self._changed.set()
         finally:
             if self._followers.get(slot) is link:
                 del self._followers[slot]
