@@ -185,8 +185,10 @@ class MemoryModel:
 
 def _train_bytes(terms: Terms, coefficients: Coefficients) -> dict[str, Floats]:
     c, candidates = coefficients.train, terms.candidates
-    sums = c.gradients + np.where(candidates.accumulation > 1, c.accumulated, 0.0)
-    gradients = (sums + np.where(terms.piped, c.piped, 0.0)) * terms.param_bytes
+    more = np.where(candidates.accumulation > 1, c.accumulated, 0.0)
+    more = more + np.where(terms.piped, c.piped, 0.0)
+    layers, rest = terms.layers_bytes, terms.param_bytes - terms.layers_bytes
+    gradients = c.gradients * layers + c.vocab_gradients * rest + more * terms.param_bytes
     recomputed = np.where(candidates.remat, c.recomputed * terms.kept_by_layer, 0.0)
     layer = recomputed + c.scores * terms.scores + c.streams * terms.stream
     layer = layer + c.layer_weights * terms.layer_weight_bytes

@@ -1,7 +1,7 @@
 """How many arrays of each kind XLA holds at a time: what the memory model multiplies terms with.
 
 Learned from compiled programs by `benchmarks/memory_model/fit.py`, which prints the table below.
-The terms that are not here (what layers keep for the backward pass) count once.
+The terms that are not here (what layers keep for the backward pass, the KV cache) count once.
 """
 
 import dataclasses
@@ -13,7 +13,8 @@ class TrainCoefficients:
     """Of an update; each is a number of arrays of its kind.
 
     Attributes:
-      gradients: of all parameters, in their dtype.
+      gradients: of the layers, in the dtype of the parameters.
+      vocab_gradients: the same of embedding, head and what else is outside of them.
       accumulated: more of them where several flushes add up.
       piped: more of them with a pipeline, whose ticks add up.
       running: ticks whose kept arrays exist beside those of all ticks, with a pipeline.
@@ -28,6 +29,7 @@ class TrainCoefficients:
     """
 
     gradients: float
+    vocab_gradients: float
     accumulated: float
     piped: float
     running: float
@@ -79,9 +81,9 @@ class GenerateCoefficients:
     """Of generation; prefill and decode steps do not run at the same time.
 
     Attributes:
-      cache: the KV cache.
       layer_weights: of one layer.
       scores: attention scores of a prefill microbatch.
+      many_scores: more of them in large softmaxes (`memory_terms.MANY_SOFTMAXES`).
       mlp: [tokens, F] of it.
       streams: [tokens, D] of it.
       prompt_cache: its keys and values, all layers.
@@ -90,9 +92,9 @@ class GenerateCoefficients:
       responses: tokens and log-probabilities of all replicas, which are gathered at the end.
     """
 
-    cache: float
     layer_weights: float
     scores: float
+    many_scores: float
     mlp: float
     streams: float
     prompt_cache: float
@@ -118,18 +120,19 @@ class Coefficients:
 COEFFICIENTS: Mapping[str, Coefficients] = {
     "cpu": Coefficients(
         train=TrainCoefficients(
-            gradients=1.832,
-            accumulated=0.373,
-            piped=0.052,
-            running=1.335,
-            recomputed=0.231,
-            scores=3.226,
-            streams=4.388,
-            layer_weights=0.137,
-            logits=3.688,
+            gradients=1.626,
+            vocab_gradients=1.191,
+            accumulated=0.463,
+            piped=0.032,
+            running=1.342,
+            recomputed=0.300,
+            scores=3.026,
+            streams=2.870,
+            layer_weights=2.463,
+            logits=3.811,
             head_weight=0.045,
-            ticks=3.586,
-            flush=0.165,
+            ticks=2.943,
+            flush=0.512,
         ),
         score=ScoreCoefficients(
             scores=2.084,
@@ -146,32 +149,33 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
             flush=2.266,
         ),
         generate=GenerateCoefficients(
-            cache=1.0,
-            layer_weights=1.0,
-            scores=2.0,
-            mlp=2.0,
-            streams=2.0,
-            prompt_cache=2.0,
-            cache_read=1.0,
-            logits=2.0,
-            responses=1.000,
+            layer_weights=0.839,
+            scores=2.204,
+            many_scores=0.856,
+            mlp=3.318,
+            streams=2.305,
+            prompt_cache=0.320,
+            cache_read=1.003,
+            logits=1.854,
+            responses=0.502,
         ),
         reserved_bytes=0.0,
     ),
     "gpu": Coefficients(
         train=TrainCoefficients(
-            gradients=0.687,
-            accumulated=1.005,
-            piped=0.977,
-            running=0.762,
-            recomputed=1.000,
-            scores=1.687,
-            streams=1.687,
-            layer_weights=0.868,
-            logits=7.242,
-            head_weight=2.889,
-            ticks=0.955,
-            flush=0.629,
+            gradients=0.979,
+            vocab_gradients=0.507,
+            accumulated=0.974,
+            piped=0.944,
+            running=0.598,
+            recomputed=0.497,
+            scores=0.995,
+            streams=0.996,
+            layer_weights=0.494,
+            logits=1.017,
+            head_weight=1.077,
+            ticks=1.009,
+            flush=0.703,
         ),
         score=ScoreCoefficients(
             scores=0.762,
@@ -188,9 +192,9 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
             flush=1.321,
         ),
         generate=GenerateCoefficients(
-            cache=1.0,
             layer_weights=0.0,
             scores=2.0,
+            many_scores=0.000,
             mlp=2.0,
             streams=2.0,
             prompt_cache=1.0,

@@ -8,7 +8,12 @@ from nereus_jax.core.layout import KV
 from nereus_jax.planning.candidates import Ints
 from nereus_jax.planning.memory_coefficients import Coefficients
 from nereus_jax.planning.memory_state import Floats, floats
-from nereus_jax.planning.memory_terms import FLOAT_BYTES, QUERY_BLOCK, Terms
+from nereus_jax.planning.memory_terms import (
+    FLOAT_BYTES,
+    MANY_SOFTMAXES,
+    QUERY_BLOCK,
+    Terms,
+)
 
 PREFILL_ROWS = 4
 """Prompts that are in the layers at a time."""
@@ -30,26 +35,31 @@ def decode_bytes(terms: Terms, coefficients: Coefficients) -> dict[str, Floats]:
     group = -(-slots // candidates.pp)
     step = c.cache_read * group * terms.span * position
     step = step + c.logits * group * terms.vocab_rows * FLOAT_BYTES
-    work = np.maximum(_prefill_bytes(terms, coefficients, group, position), step)
+    work = np.maximum(_prefill_bytes(terms, coefficients, position), step)
     rows = np.maximum(-(-terms.workload.rows // candidates.dp), slots)
     tokens = terms.workload.max_response_tokens
     responses = floats(rows * tokens * RESPONSE_BYTES)
     return {
         "inputs": floats(4 * rows * (terms.workload.prompt_lengths.max + ROW_NUMBERS) + 4),
         "results": responses + rows * ROW_RESULT_BYTES,
-        "kv_cache": c.cache * cache,
+        "kv_cache": cache,
         "activations": c.layer_weights * terms.layer_weight_bytes
         + work
         + c.responses * responses * candidates.dp,
     }
 
 
-def _prefill_bytes(terms: Terms, coefficients: Coefficients, group: Ints, position: Ints) -> Floats:
+def _prefill_bytes(terms: Terms, coefficients: Coefficients, position: Ints) -> Floats:
     """What a microbatch of prompts works with."""
     c, model, candidates = coefficients.generate, terms.model, terms.candidates
-    rows, width = np.minimum(PREFILL_ROWS, group), terms.workload.prompt_lengths.max
+    rows = np.ones_like(candidates.microbatch_size)
+    for size in range(2, PREFILL_ROWS + 1):  # the largest divisor of the slots
+        rows = np.where(candidates.microbatch_size % size == 0, size, rows)
+    width = terms.workload.prompt_lengths.max
     stream = floats(rows * width * model.embed_dim * terms.item)
-    scores = floats(rows * terms.heads * min(width, QUERY_BLOCK) * width * FLOAT_BYTES)
+    softmaxes = rows * terms.heads * min(width, QUERY_BLOCK)
+    copies = c.scores + np.where(softmaxes >= MANY_SOFTMAXES, c.many_scores, 0.0)
+    scores = copies * softmaxes * width * FLOAT_BYTES
     mlp = floats(rows * width * -(-model.mlp_dim // candidates.tp) * terms.item)
     prompts = c.prompt_cache * rows * terms.layers * width * position
-    return floats(np.maximum(c.scores * scores, c.mlp * mlp) + c.streams * stream + prompts)
+    return floats(np.maximum(scores, c.mlp * mlp) + c.streams * stream + prompts)

@@ -116,6 +116,11 @@ class Terms:
         return floats(local_elements(self.spec, self.degrees, LAYER_PREFIX) / self.layers)
 
     @functools.cached_property
+    def layers_bytes(self) -> Floats:
+        """[C] of the weights of all layers of a rank."""
+        return self.layer_params * self.layers * DTYPE_BYTES[self.param_dtype]
+
+    @functools.cached_property
     def vocab_rows(self) -> Ints:
         """[C] rows of the vocabulary; 0 where no logits are computed."""
         if self.head is not Head.LM:
