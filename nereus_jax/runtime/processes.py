@@ -64,6 +64,21 @@ def join_processes(distributed: DistributedConfig) -> None:
         ) from error
 
 
+def leave_processes() -> None:
+    """Takes leave of the other processes; returns when all that are left have come here, too."""
+    if jax.distributed.is_initialized():
+        jax.distributed.shutdown()
+
+
+def alone() -> DistributedConfig:
+    """A job of this process only: after another one, jax would go on with the rank it had there."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return DistributedConfig(
+        enabled=True, coordinator=f"127.0.0.1:{port}", num_processes=1, process_id=0
+    )
+
+
 @contextmanager
 def _ended_by_interrupt() -> Iterator[None]:
     """Ctrl-C ends the process: Python would see it only after the wait, which is not in Python."""

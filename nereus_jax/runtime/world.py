@@ -12,14 +12,16 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jax.extend.backend import clear_backends
 from jax.sharding import AxisType, Mesh
 
 from nereus_jax.core.devices import DeviceId, DevicePool
 from nereus_jax.core.errors import ConfigError
 from nereus_jax.core.layout import MESH_AXES
 from nereus_jax.core.plan import Placement
+from nereus_jax.runtime import host
 from nereus_jax.runtime.membership import DistributedConfig
-from nereus_jax.runtime.processes import join_processes
+from nereus_jax.runtime.processes import alone, join_processes, leave_processes
 
 DeviceHandle: TypeAlias = Any
 """A `jax.Device`, which is no class to a type checker."""
@@ -72,6 +74,48 @@ def form_world(distributed: DistributedConfig | None = None, emulated_devices: i
     if distributed is not None and distributed.enabled:
         join_processes(distributed)
     return take_stock()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reformed:
+    """What `reform_world` leaves.
+
+    Attributes:
+      world: the new one.
+      trees: the values of the trees, as numpy arrays, whole on every process.
+    """
+
+    world: World
+    trees: Mapping[str, Any]
+
+
+def reform_world(
+    trees: Mapping[str, Any], distributed: DistributedConfig | None = None
+) -> Reformed:
+    """Forms the world anew at a step boundary: with fewer processes, with more, or with others.
+
+    Every process of the old world calls this; where one has died, its collectives would wait for
+    it, and the processes are started again instead. The trees go to host memory and their arrays
+    are deleted; no other array, mesh or compiled program of the old world may be used after this.
+
+    Args:
+      trees: of global arrays, by name; the same on every process.
+      distributed: how to find the processes of the new world; None: this process is alone, as one
+        is that the others go on without.
+
+    Raises:
+      ConfigError, WorldError: as in `form_world`; the values are lost with the old world then.
+    """
+    leaves, structure = jax.tree.flatten(dict(trees))
+    fetched = host.fetch({str(i): leaf for i, leaf in enumerate(leaves)})
+    # On one process a fetch may be a view of a device's memory, which goes with its client.
+    values = [np.array(fetched[str(i)]) for i in range(len(leaves))]
+    for leaf in leaves:
+        leaf.delete()
+    leave_processes()
+    clear_backends()
+    world = form_world(alone() if distributed is None else distributed)
+    return Reformed(world=world, trees=jax.tree.unflatten(structure, values))
 
 
 def _emulate(num_devices: int) -> None:
