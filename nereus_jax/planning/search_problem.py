@@ -113,12 +113,17 @@ class PricedStage:
     memory: StageMemory
 
 
-def stage_memory(problem: PlanProblem, stage: ModelStage) -> tuple[Candidates, StageMemory]:
-    """The candidates of a model-stage, and the bytes of each."""
+def stage_candidates(problem: PlanProblem, stage: ModelStage) -> Candidates:
+    """The candidates of a model-stage; the same for all that do the same with the same model."""
     p, model = problem, problem.models[stage.role]
-    candidates = enumerate_candidates(
+    return enumerate_candidates(
         model, stage, p.workload, p.hardware, p.num_devices, tp_across_nodes=p.tp_across_nodes
     )
+
+
+def stage_memory(problem: PlanProblem, stage: ModelStage, candidates: Candidates) -> StageMemory:
+    """The bytes of each candidate of a model-stage."""
+    p, model = problem, problem.models[stage.role]
     memory = p.memory.stage_memory(
         model,
         p.head(stage),
@@ -129,7 +134,7 @@ def stage_memory(problem: PlanProblem, stage: ModelStage) -> tuple[Candidates, S
         compute_dtype=p.compute_dtype,
     )
     ends = {stage for edge in p.workflow.weight_edges for stage in (edge.source, edge.target)}
-    return candidates, memory.with_edge() if stage in ends else memory
+    return memory.with_edge() if stage in ends else memory
 
 
 class Pricer:
@@ -138,6 +143,7 @@ class Pricer:
     def __init__(self, problem: PlanProblem) -> None:
         self._problem = problem
         self._priced: dict[tuple[object, ...], tuple[Candidates, StageCost, StageMemory]] = {}
+        self._candidates: dict[tuple[object, ...], Candidates] = {}
 
     def price(self, stage: ModelStage) -> PricedStage:
         """The prices of a model-stage's candidates."""
@@ -171,7 +177,11 @@ class Pricer:
         self, stage: ModelStage, model: DecoderConfig, head: Head
     ) -> tuple[Candidates, StageCost, StageMemory]:
         p = self._problem
-        candidates, memory = stage_memory(p, stage)
+        key = stage.stage, id(model)
+        if key not in self._candidates:
+            self._candidates[key] = stage_candidates(p, stage)
+        candidates = self._candidates[key]
+        memory = stage_memory(p, stage, candidates)
         cost = stage_seconds(
             model,
             head,

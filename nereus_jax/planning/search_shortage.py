@@ -7,7 +7,12 @@ import dataclasses
 from nereus_jax.core.roles import ModelStage
 from nereus_jax.planning.memory import StageMemory
 from nereus_jax.planning.search import find_best
-from nereus_jax.planning.search_problem import PlanProblem, Pricer, stage_memory
+from nereus_jax.planning.search_problem import (
+    PlanProblem,
+    Pricer,
+    stage_candidates,
+    stage_memory,
+)
 from nereus_jax.planning.search_waves import Wave
 
 MOST_DEVICES = 4096
@@ -53,7 +58,7 @@ class Shortage:
 def find_shortage(problem: PlanProblem) -> Shortage:
     """Explains a problem of which no plan fits."""
     widest = dataclasses.replace(problem, tp_across_nodes=True)
-    memories = {stage: stage_memory(widest, stage)[1] for stage in _stages(problem)}
+    memories = {stage: _memory(widest, stage) for stage in _stages(problem)}
     stage = max(memories, key=lambda s: _least_bytes(memories[s]))
     memory = memories[stage]
     least = int((memory.held_bytes + memory.working_bytes).argmin())
@@ -96,6 +101,10 @@ def _stages(problem: PlanProblem) -> list[ModelStage]:
     return [stage for wave in problem.waves() for stage in wave]
 
 
+def _memory(problem: PlanProblem, stage: ModelStage) -> StageMemory:
+    return stage_memory(problem, stage, stage_candidates(problem, stage))
+
+
 def _least_bytes(memory: StageMemory) -> float:
     """What the most sparing candidate needs of a device while it runs."""
     return float((memory.held_bytes + memory.working_bytes).min())
@@ -105,7 +114,7 @@ def _fits(problem: PlanProblem) -> bool:
     """Whether any plan fits, tensor parallelism over nodes included."""
     widest, limit = dataclasses.replace(problem, tp_across_nodes=True), problem.limit_bytes
     for stage in _stages(problem):
-        if _least_bytes(stage_memory(widest, stage)[1]) > limit:
+        if _least_bytes(_memory(widest, stage)) > limit:
             return False
     if problem.park:  # what fits alone fits with all others parked
         return True
