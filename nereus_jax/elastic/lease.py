@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import re
+import uuid
 from pathlib import Path
 
 from nereus_jax.core.errors import StorageError
@@ -65,7 +66,7 @@ def claim(workdir: Path, term: int, address: str) -> bool:
       StorageError: the directory cannot be written.
     """
     path = _path(workdir, term)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(temporary, Lease(term=term, address=address))
@@ -103,7 +104,7 @@ def finish(workdir: Path, lease: Lease, code: int) -> None:
       StorageError: the file cannot be written.
     """
     path = _path(workdir, lease.term)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         _write(temporary, dataclasses.replace(lease, code=code))
         os.replace(temporary, path)
