@@ -55,6 +55,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="small: seconds, for a test")
     arguments = parser.parse_args()
+    if not 0 < arguments.kv_share < 1:
+        parser.error(f"--kv-share is above 0 and below 1, got {arguments.kv_share}")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
     result = measure(arguments)
@@ -122,15 +124,18 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     outputs = {name: way() for name, way in ways.items()}  # compiles
     tokens = {name: np.concatenate([o["tokens"] for o in out]) for name, out in outputs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(arguments.repeats):
         for name, way in ways.items():
-            start_s = time.perf_counter()
+            start_s, start_cpu_s = time.perf_counter(), time.process_time()
             way()
             seconds[name].append(time.perf_counter() - start_s)
+            cpu_seconds[name].append(time.process_time() - start_cpu_s)
     medians = {name: float(np.median(s)) for name, s in seconds.items()}
+    cpu_s = {name: float(np.median(s)) for name, s in cpu_seconds.items()}
     generated = int(limits_B.sum())
     pool = paged.page_pool(places, LONGEST_PROMPT + LONGEST)
-    assert pool is not None, "--kv-share below 1"
+    assert pool is not None
     temp_bytes = {
         name: of.program(rows, LONGEST_PROMPT, sampling).temp_bytes
         for name, of in (("continuous", continuous), ("paged", paged))
@@ -147,6 +152,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             },
             "tokens_per_s": {name: generated / s for name, s in medians.items()},
             "seconds": seconds,
+            "cpu_seconds": cpu_seconds,
+            "static_cpu_s_over_continuous": cpu_s["static"] / cpu_s["continuous"],
+            "paged_cpu_s_over_contiguous": cpu_s["paged"] / cpu_s["continuous"],
             "temp_bytes": temp_bytes,
             "padded_rows_padding_share": 1
             - float((lengths_B + limits_B).mean()) / (LONGEST_PROMPT + LONGEST),
