@@ -215,7 +215,8 @@ def check_plan_against_devices(
         if entry.num_devices <= num_devices:
             raise ConfigError(
                 f"{section}.{name}: '{entry}' names device {needed - 1}, got a pool of "
-                f"{num_devices} devices; allowed positions: 0 to {num_devices - 1}, or drop 'devices='"
+                f"{num_devices} devices; allowed positions: 0 to {num_devices - 1}, or drop "
+                f"'devices='"
             )
         raise ConfigError(
             f"{section}.{name}: '{entry}' asks for {entry.num_devices} devices, got a pool of "
