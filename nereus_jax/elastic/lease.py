@@ -7,13 +7,14 @@ stayed as it is for too long by that process's own clock; clocks of machines are
 """
 
 import dataclasses
+import errno
 import json
 import os
 import re
 import uuid
 from pathlib import Path
 
-from nereus_jax.core.errors import StorageError
+from nereus_jax.core.errors import ConfigError, NereusError, StorageError
 
 DIRECTORY = "elastic"
 
@@ -39,7 +40,7 @@ def read_lease(workdir: Path) -> Lease | None:
     """The newest term; None: there is none.
 
     Raises:
-      StorageError: the directory cannot be read.
+      ConfigError, StorageError: the directory cannot be read.
     """
     try:
         terms = _terms(workdir)
@@ -63,7 +64,7 @@ def claim(workdir: Path, term: int, address: str) -> bool:
     """Takes a term; whether it could be had.
 
     Raises:
-      StorageError: the directory cannot be written.
+      ConfigError, StorageError: the directory cannot be written.
     """
     path = _path(workdir, term)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
@@ -128,9 +129,11 @@ def _write(path: Path, lease: Lease) -> None:
     path.write_text(json.dumps({"address": lease.address, "code": lease.code}) + "\n")
 
 
-def _failed(workdir: Path, error: BaseException) -> StorageError:
+def _failed(workdir: Path, error: BaseException) -> NereusError:
+    wrong = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+    is_mistake = isinstance(error, OSError) and error.errno in wrong
     reason = getattr(error, "strerror", None) or str(error)
-    return StorageError(
+    return (ConfigError if is_mistake else StorageError)(
         f"{workdir / DIRECTORY}, where the leader of an elastic job is written down, cannot be "
         f"used: {reason}; --workdir must be a directory that all processes share and may write to"
     )

@@ -197,6 +197,7 @@ class Register:
             return None  # it goes as soon as it sees this, and another one leads
         absent = sorted(self._all_slots - self._slots.keys())
         if absent and now_s < self._deadline_s:
+            self._reason = f"waiting for slots {', '.join(map(str, absent))}"
             return None
         if absent and self._founding:
             error = (

@@ -5,9 +5,10 @@ it. All of it runs on one thread; every wait has an end.
 """
 
 import asyncio
+import contextlib
 import dataclasses
+import math
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -36,8 +37,12 @@ from nereus_jax.elastic.messages import (
     report_message,
 )
 from nereus_jax.elastic.register import Register
+from nereus_jax.elastic.screen import say, show
 from nereus_jax.elastic.settings import Settings
 from nereus_jax.elastic.worker import Worker
+
+QUIET_S = 5.0
+"""A supervisor says what it waits for only after this long."""
 
 
 def supervise(settings: Settings) -> int:
@@ -135,7 +140,7 @@ class Supervisor:
         """A link to the leader, or the term that this slot leads, or the exit code of the job."""
         settings, timing = self._settings, self._timing
         deadline_s = time.monotonic() + timing.join_s
-        watched: Lease | None = None
+        said, watched = False, None
         watched_since_s = 0.0
         while True:
             if self._interrupted or self._leaving:
@@ -156,6 +161,9 @@ class Supervisor:
                 term = 1 + (lease.term if lease is not None else 0)
                 if await asyncio.to_thread(claim, settings.workdir, term, self._address):
                     return Lease(term=term, address=self._address)
+            if not said and time.monotonic() > deadline_s - timing.join_s + QUIET_S:
+                said = True
+                say(f"looking for the leader, for at most {timing.join_s:.0f} s")
             if time.monotonic() > deadline_s:
                 raise WorldError(
                     f"no leader took slot {settings.slot} in {timing.join_s:.0f} s; start process "
@@ -228,7 +236,7 @@ class Supervisor:
     async def _obey(self, order: Order) -> int | None:
         """Does what an order says; returns the exit code if that is the end."""
         if self._order is None or order.tag != self._order.tag:
-            _show(order)
+            show(order)
         worker = self._worker
         is_member = self._settings.slot in order.members
         if order.action is Action.RUN and is_member:
@@ -272,6 +280,7 @@ class Supervisor:
             epoch=0 if last is None else last.epoch,
             members=members,
         )
+        start_s = time.monotonic()
         keeping = asyncio.create_task(self._keep_lease(lease))
         burying = asyncio.create_task(self._bury(register, members))
         try:
@@ -282,8 +291,12 @@ class Supervisor:
                 for follower in self._followers.values():
                     follower.send(order_message(order))
                 if order.action is Action.END:
-                    await asyncio.to_thread(finish, settings.workdir, lease, order.code)
+                    with contextlib.suppress(StorageError):  # a full disk may be what ends the job
+                        await asyncio.to_thread(finish, settings.workdir, lease, order.code)
                     await self._say_goodbye()
+                if order.action is Action.WAIT and order.reason and now_s - start_s > QUIET_S:
+                    start_s = math.inf
+                    say(f"{order.reason}, for at most {self._timing.join_s:.0f} s")
                 code = await self._obey(order)
                 if code is not None:
                     return code
@@ -383,14 +396,3 @@ class Supervisor:
                 del self._followers[slot]
                 register.lose(slot, time.monotonic())
                 self._changed.set()
-
-
-def _show(order: Order) -> None:
-    slots = ", ".join(str(slot) for slot in sorted(order.members))
-    words = {
-        Action.RUN: f"world {order.epoch}: slots {slots}",
-        Action.STOP: f"{order.reason}: the world is formed anew at the end of the step",
-        Action.KILL: f"{order.reason}: going on from the last checkpoint",
-    }
-    if order.action in words:
-        print(f"nereus: {words[order.action]}", file=sys.stderr, flush=True)

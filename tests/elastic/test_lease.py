@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nereus_jax.core.errors import StorageError
+from nereus_jax.core.errors import ConfigError
 from nereus_jax.elastic.lease import Lease, beat, claim, finish, read_lease
 
 
@@ -41,5 +41,5 @@ def test_the_end_of_a_job_is_written_down(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="file/elastic, where the leader"):
+    with pytest.raises(ConfigError, match="file/elastic, where the leader"):
         claim(tmp_path / "file", 1, "a:1")

@@ -175,7 +175,7 @@ def test_crashes_without_progress_end_the_job(job: Callable[..., Job]) -> None:
         (line,) = (x for x in stderr.splitlines() if x.startswith("nereus: error:"))
         assert "slot 1 ended with exit code 1: 3 crashes since" in line
         assert f"checkpoint of step {step}" in line
-    assert len(running.log()) == 2 * 3
+    assert sum(x.startswith("1 ") for x in running.log()) == 3
 
 
 def test_terminate_takes_a_slot_out_and_ctrl_c_ends_the_job(job: Callable[..., Job]) -> None:
