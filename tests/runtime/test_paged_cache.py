@@ -106,7 +106,7 @@ def test_the_program_takes_less_memory(degrees: tuple[int, int, int]) -> None:
         mlp_dim=32,
         vocab_size=32,
     )
-    layout, slots, prompt, response = ParallelLayout(*degrees), 16, 32, 480
+    layout, slots, prompt, response = ParallelLayout(*degrees), 32, 16, 240
     sampling = SamplingConfig(max_tokens=response)
     tokens = slots * (prompt + response)
     temp_bytes = {}
