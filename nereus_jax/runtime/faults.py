@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import jax
 
 from nereus_jax.core.devices import DeviceId
-from nereus_jax.core.errors import DevicesLostError, WorldError
+from nereus_jax.core.errors import DevicesLostError, NereusError, WorldError
 from nereus_jax.runtime import host
 from nereus_jax.runtime.blocks import BlockViews
 from nereus_jax.runtime.world import World
@@ -66,6 +66,8 @@ def watch(
     """
     try:
         yield
+    except NereusError:
+        raise
     except RuntimeError as error:  # JaxRuntimeError, and what jax says of a deleted array
         if not any(word in str(error) for word in GONE):
             raise

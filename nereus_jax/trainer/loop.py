@@ -1,5 +1,6 @@
 """The training loop: set-up or resume, steps, evaluations, checkpoints, and a clean end."""
 
+import functools
 import signal
 import threading
 import time
@@ -18,7 +19,7 @@ from nereus_jax.core.errors import (
 from nereus_jax.rl.kl import KLControllerState, update_kl_controller
 from nereus_jax.runtime import host
 from nereus_jax.runtime.checkpoint_files import CHECKPOINTS, check_directory, finished_steps
-from nereus_jax.runtime.faults import check_devices
+from nereus_jax.runtime.faults import check_devices, watch
 from nereus_jax.runtime.world import World
 from nereus_jax.trainer.compilation import compile_programs
 from nereus_jax.trainer.evaluation import evaluate
@@ -39,7 +40,7 @@ from nereus_jax.trainer.session import (
     start_state,
     writing,
 )
-from nereus_jax.trainer.state import Counters, JobState, refresh_edges
+from nereus_jax.trainer.state import Counters, JobState, missing_devices, refresh_edges
 from nereus_jax.trainer.step import StepResult, run_step
 from nereus_jax.trainer.train_batch import TrainBatch
 
@@ -126,7 +127,8 @@ def _maybe_evaluate(session: Session, state: JobState) -> None:
     due = config.eval.every and (step % config.eval.every == 0 or step == config.num_steps)
     if due and session.evaluated_step != step:
         check_devices(session.job.world, state.arrays(), state.views)
-        row = evaluate(session.job, state)
+        with watch(session.job.world, functools.partial(missing_devices, session.job, state)):
+            row = evaluate(session.job, state)
         session.evaluated_step = step
         with writing(session):
             session.outputs.evaluation(row)
@@ -139,7 +141,8 @@ def _one_step(session: Session, state: JobState) -> None:
     check_devices(job.world, state.arrays(), state.views)
     start_s = time.perf_counter()
     prompts = take_prompts(job, counters.data_position, counters.samples)
-    edge_spans = refresh_edges(job, state)
+    with watch(job.world, functools.partial(missing_devices, job, state)):
+        edge_spans = refresh_edges(job, state)
     live_bytes = state.live_bytes()
     result = run_step(job, state, prompts)
     wrong = non_finite_update(result)

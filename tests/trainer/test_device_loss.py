@@ -14,6 +14,7 @@ from nereus_jax.runtime import faults
 from nereus_jax.runtime.dispatch import run_wave
 from nereus_jax.runtime.programs import ProgramCache
 from nereus_jax.runtime.transitions import Batch, batches
+from nereus_jax.trainer import loop
 from nereus_jax.trainer import step as step_module
 from nereus_jax.trainer.session import Session, resume_state
 from nereus_jax.trainer.state import JobState
@@ -335,6 +336,33 @@ def test_a_device_goes_before_a_step(trainer: Trainer, undisturbed: Run, tmp_pat
 
     run = trainer.run(steps_config(), tmp_path, before_step=lose)
     check_run(run, undisturbed, 1, resumed=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["refresh_edges", "evaluate"])
+def test_a_device_does_not_answer(
+    where: str,
+    trainer: Trainer,
+    undisturbed: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An error of the backend, where weights move and in an evaluation."""
+    devices, gone, real = Devices(), [], getattr(loop, where)
+
+    def fail(job: Any, state: JobState) -> Any:
+        if state.counters.step != 1 or gone:
+            return real(job, state)
+        gone.append(first_device())
+        devices.lose(first_device())
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: the device is disconnected")
+
+    monkeypatch.setattr(loop, where, fail)
+    config = steps_config()
+    config.eval.every, config.eval.num_prompts = 1, 16
+    run = trainer.run(config, tmp_path)
+    check_run(run, undisturbed, 1, resumed=False)
+    assert [row["eval_step"] for row in run.rows() if "eval_step" in row] == [0, 1, 2, 3]
 
 
 @pytest.mark.slow
