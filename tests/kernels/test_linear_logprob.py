@@ -4,6 +4,7 @@ Shapes: N tokens, D embed, V vocabulary.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -187,7 +188,7 @@ def test_chunks_behind_the_wanted_tokens_are_left_out(wanted: int):
         assert not np.asarray(ours)[done:].any()
     mask = np.arange(N) < wanted
 
-    def loss(hidden: jax.Array, weight: jax.Array, **options: object) -> jax.Array:
+    def loss(hidden: jax.Array, weight: jax.Array, **options: Any) -> jax.Array:
         logprobs, _ = linear_logprob(hidden, weight, targets, vocab_size=V, **options)
         return jnp.sum(mask * logprobs)
 

@@ -5,6 +5,7 @@ Shapes: B rows, S sequence, H query heads, G key/value heads, K head dim.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -266,12 +267,16 @@ def test_segments_attend_to_themselves_alone(query_block: int, span: int | None)
         return jnp.concatenate(rows)
 
     weight = jnp.asarray(rng.normal(size=q.shape), jnp.float32)
+
+    def loss(function: Callable[..., jax.Array], *x: jax.Array) -> jax.Array:
+        return jnp.sum(weight * function(*x))
+
     with jax.default_matmul_precision("highest"):
         for function in (packed, alone):
             assert function(q, k, v).shape == q.shape
         np.testing.assert_allclose(packed(q, k, v), alone(q, k, v), atol=1e-5)
         got, expected = (
-            jax.grad(lambda *x, f=f: jnp.sum(weight * f(*x)), argnums=(0, 1, 2))(q, k, v)
+            jax.grad(functools.partial(loss, f), argnums=(0, 1, 2))(q, k, v)
             for f in (packed, alone)
         )
     for a, b in zip(got, expected, strict=True):

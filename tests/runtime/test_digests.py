@@ -81,7 +81,9 @@ def expected(value: np.ndarray) -> Digest:
     else:
         bits = value.view(f"u{width}").astype(np.uint64)
     index = np.indices(value.shape).astype(np.uint64)
-    place = sum(index[d] * PLACES[d] for d in range(value.ndim)) % 2**32
+    place = np.zeros(value.shape, np.uint64)
+    for dim in range(value.ndim):
+        place = (place + index[dim] * np.uint64(PLACES[dim])) % np.uint64(2**32)
     sums = [int(mix(bits ^ mix((mix(place) + s) % 2**32)).sum() % 2**32) for s in SEEDS]
     return sums[0], sums[1]
 

@@ -3,6 +3,8 @@
 Shapes: B sequences, S longest sequence, T response.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -222,7 +224,7 @@ def test_packed_rewards_are_those_of_last_tokens(pairs: list[tuple[int, int]]):
     params = emu.initialize(CONFIG, Head.SCALAR, site, "float32", seed=0)
     rng = np.random.default_rng(2)
     head = rng.normal(size=(CONFIG.embed_dim, 1)).astype(np.float32)
-    params["scalar_head"] = host.put(head, params["scalar_head"].sharding)
+    params["scalar_head"] = host.put(head, site.sharding())
     outputs = host.fetch(engine.dispatch(params, tokens_BS, prompts_B, totals_B))
     got_B = engine.unpack(outputs, S, prompts_B, totals_B, 1)["rewards"]
     scalars_BS = plain(Head.SCALAR, host.fetch(params), tokens_BS)
@@ -256,7 +258,7 @@ def test_an_update_does_not_depend_on_the_packing(
 
     with jax.default_matmul_precision("highest"):
         loss, grads = jax.value_and_grad(plain_loss)(params)
-    updates, _ = engine.optimizer.update(grads, engine.optimizer.init(params), params)
+    updates: Any = engine.optimizer.update(grads, engine.optimizer.init(params), params)[0]
     assert abs(float(metrics["loss"]) - float(loss)) < 1e-4
     got = host.fetch(state.params)
     for leaf in engine.spec:
