@@ -28,7 +28,13 @@ from tests.trainer.plan_change_cases import (
     tiny_config,
 )
 
-SMALL = {"model__num_kv_heads": 4, "algorithm__kl__place": "none", "checkpoint__every": 1}
+SMALL = {
+    "model__num_kv_heads": 4,
+    "algorithm__kl__place": "none",
+    "checkpoint__every": 1,
+    "transition__verify": "off",
+}
+VERIFIED = SMALL | {"transition__verify": "digest"}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +61,7 @@ def check_goes_on(
 def test_a_replica_is_left(
     programs: ProgramCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny_config(**SMALL)
+    config = tiny_config(**VERIFIED)
     devices = Devices()
     with opened(config, tmp_path, programs, monkeypatch) as (session, state):
         before = logical(session.job, state)
@@ -131,6 +137,7 @@ def test_without_a_checkpoint_it_is_one_line(
         assert "\n" not in message
 
 
+@pytest.mark.slow
 def test_without_any_device_it_is_one_line(
     programs: ProgramCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,7 +274,7 @@ def undisturbed(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory) -> R
 
 def steps_config() -> Any:
     """Two replicas of each, on few devices; GRPO has the fewest programs that are all kinds."""
-    config = tiny_config(**SMALL, algorithm__name="grpo", num_steps=3)
+    config = tiny_config(**VERIFIED, algorithm__name="grpo", num_steps=3)
     config.rollout.samples_per_prompt = 2
     config.rollout.batch_size = 8
     for entry in list(config.plan):
