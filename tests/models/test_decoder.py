@@ -261,7 +261,8 @@ def test_segments_attend_to_themselves_alone(query_block: int, span: int | None)
             ends = np.cumsum(cut)
             parts = [slice(end - n, end) for end, n in zip(ends, cut, strict=True)]
             one = [
-                attention.causal_attention(*(x[row : row + 1, p] for x in (q, k, v))) for p in parts
+                attention.causal_attention(q[row, None, p], k[row, None, p], v[row, None, p])
+                for p in parts
             ]
             rows.append(jnp.concatenate(one, axis=1))
         return jnp.concatenate(rows)
