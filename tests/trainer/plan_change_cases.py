@@ -73,6 +73,29 @@ def tiny_config(**changes: Any) -> Any:
     return config
 
 
+SMALL = {  # fewer programs
+    "model__num_kv_heads": 4,
+    "algorithm__kl__place": "none",
+    "transition__verify": "off",
+}
+SMALL_MEMORY_GIB = 47_000 / 2**30
+"""Holds one trained model of `swapping_config` on a device, and not two."""
+
+
+def swapping_config(**settings: Any) -> Any:
+    """Two model-stages that change places, on devices that hold only one of them at a time."""
+    config = tiny_config(**SMALL | settings)
+    config.plan["actor-TRAIN"] = "dp=1,pp=1,tp=2,devices=0-1"
+    config.plan["critic-TRAIN"] = "dp=1,pp=1,tp=2,devices=2-3"
+    config.plan["actor-GENERATE"] = "dp=1,pp=1,tp=2,devices=4-5"
+    config.plan["critic-SCORE"] = "dp=1,pp=1,tp=1,devices=7"
+    config.plan_changes["1"] = {
+        "actor-TRAIN": "dp=1,pp=2,tp=1,devices=2-3",
+        "critic-TRAIN": "dp=1,pp=1,tp=2,devices=0-1",
+    }
+    return config
+
+
 @dataclasses.dataclass(kw_only=True)
 class Run:
     """What a run did.

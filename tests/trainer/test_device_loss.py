@@ -18,6 +18,7 @@ from nereus_jax.trainer import loop
 from nereus_jax.trainer import step as step_module
 from nereus_jax.trainer.session import Session, resume_state
 from nereus_jax.trainer.state import JobState
+from tests.trainer import plan_change_cases as cases
 from tests.trainer.plan_change_cases import (
     Devices,
     Run,
@@ -28,12 +29,7 @@ from tests.trainer.plan_change_cases import (
     tiny_config,
 )
 
-SMALL = {
-    "model__num_kv_heads": 4,
-    "algorithm__kl__place": "none",
-    "checkpoint__every": 1,
-    "transition__verify": "off",
-}
+SMALL = cases.SMALL | {"checkpoint__every": 1}
 VERIFIED = SMALL | {"transition__verify": "digest"}
 
 
@@ -211,19 +207,48 @@ def test_a_device_goes_at_any_operation(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The state is that before the change, or that of the checkpoint if the run says so."""
     if not kept:
         monkeypatch.setattr(TransitionGraph, "old_state_fits", property(lambda graph: False))
     config = tiny_config(**SMALL)
     config.plan_changes["1"] = MOVES
-    number, outcomes = 0, []
+    came_back = lose_at_every_operation(config, index, tmp_path, programs, monkeypatch)
+    assert not all(came_back)
+    if kept:
+        assert not any(came_back)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(4))
+def test_a_device_goes_while_state_is_in_host_memory(
+    index: int, programs: ProgramCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is parked goes with its device: here nothing has a second copy."""
+    config = cases.swapping_config(
+        checkpoint__every=1, device_memory_gib=cases.SMALL_MEMORY_GIB, transition__verify="digest"
+    )
+    came_back = lose_at_every_operation(config, index, tmp_path, programs, monkeypatch)
+    assert any(came_back)
+
+
+def lose_at_every_operation(
+    config: Any, index: int, workdir: Path, programs: ProgramCache, patch: pytest.MonkeyPatch
+) -> list[bool]:
+    """Loses a device before each batch of a transition in turn, each time from the start.
+
+    The state is that before the change, or that of the checkpoint if the run says so.
+
+    Returns:
+      Whether it was that of the checkpoint.
+    """
+    came_back: list[bool] = []
     while True:
+        number = len(came_back)
         devices = Devices()
-        with opened(config, tmp_path / str(number), programs, monkeypatch) as (session, state):
+        with opened(config, workdir / str(number), programs, patch) as (session, state):
             prepared = session.schedule.prepared
             assert prepared is not None
             if number == len(batches(prepared.graph)):
-                break
+                return came_back
             before, saved = logical(session.job, state), checkpointed(session, state)
             begun: list[Batch] = []
             gone = device(session, index)
@@ -233,27 +258,21 @@ def test_a_device_goes_at_any_operation(
                 number: int = number,
                 begun: list[Batch] = begun,
                 devices: Devices = devices,
-                lost: DeviceId = gone,
+                gone: DeviceId = gone,
             ) -> None:
                 if len(begun) == number:
-                    devices.lose(lost)
+                    devices.lose(gone)
                 begun.append(batch)
 
             session.observe = lose
             said = boundary(session, state, 1)
-            back = any("resumed from the checkpoint" in text for text in said)
-            outcomes.append(back)
-            wanted = saved if back else before | {"counters": state.counters}
-            if index in {d.index for d in session.job.world.pool.devices}:
-                lost: set[int] = set()  # what it held had been given up: nothing is missing
+            came_back.append(any("resumed from the checkpoint" in text for text in said))
+            wanted = saved if came_back[-1] else before | {"counters": state.counters}
+            lost = {index}
+            if gone in session.job.world.pool.devices:
+                lost = set()  # what it held had been given up: nothing is missing
                 assert not any("lost devices" in text for text in said)
-            else:
-                lost = {index}
             check_goes_on(session, state, wanted, lost)
-        number += 1
-    assert not all(outcomes)
-    if kept:
-        assert not any(outcomes)
 
 
 # --- in steps that are taken ---

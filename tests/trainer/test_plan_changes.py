@@ -30,11 +30,14 @@ from nereus_jax.trainer.state import JobState, refresh_edges
 from nereus_jax.trainer.step import run_step
 from nereus_jax.trainer.verification import Fingerprints, fingerprints
 from tests.trainer.plan_change_cases import (
+    SMALL,
+    SMALL_MEMORY_GIB,
     Run,
     Trainer,
     boundary,
     logical,
     opened,
+    swapping_config,
     tiny_config,
 )
 
@@ -142,11 +145,6 @@ def number_of_batches(session: Session) -> int:
     return len(batches(prepared.graph))
 
 
-SMALL = {  # fewer programs
-    "model__num_kv_heads": 4,
-    "algorithm__kl__place": "none",
-    "transition__verify": "off",
-}
 MOVES = {"actor-TRAIN": "dp=2,pp=2,tp=1,devices=1-4", "critic-TRAIN": "dp=1,pp=1,tp=2,devices=2-3"}
 
 
@@ -206,26 +204,11 @@ def test_what_never_goes_through_is_given_up(
         assert logical(session.job, state) == before | {"counters": state.counters}
 
 
-def swapping_config(**settings: Any) -> Any:
-    """Two model-stages that change places, on devices that hold only one of them at a time."""
-    config = tiny_config(**SMALL | settings)
-    config.plan["actor-TRAIN"] = "dp=1,pp=1,tp=2,devices=0-1"
-    config.plan["critic-TRAIN"] = "dp=1,pp=1,tp=2,devices=2-3"
-    config.plan["actor-GENERATE"] = "dp=1,pp=1,tp=2,devices=4-5"
-    config.plan["critic-SCORE"] = "dp=1,pp=1,tp=1,devices=7"
-    config.plan_changes["1"] = {
-        "actor-TRAIN": "dp=1,pp=2,tp=1,devices=2-3",
-        "critic-TRAIN": "dp=1,pp=1,tp=2,devices=0-1",
-    }
-    return config
-
-
 @pytest.mark.parametrize("times", [0, 1, 2])
 def test_state_that_waits_in_host_memory_is_whole_at_every_operation(
     times: int, programs: ProgramCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = swapping_config()
-    config.device_memory_gib = 47_000 / 2**30
+    config = swapping_config(device_memory_gib=SMALL_MEMORY_GIB)
     with opened(config, tmp_path, programs, monkeypatch) as (session, state):
         job, before, first = session.job, logical(session.job, state), copy.copy(state)
         prepared = session.schedule.prepared
@@ -305,13 +288,13 @@ def test_a_wrong_bit_is_found(
         ),
         pytest.param(
             {"actor-TRAIN": "dp=2,pp=1,tp=1,devices=2-3"},
-            {"device_memory_gib": 47_000 / 2**30},
+            {"device_memory_gib": SMALL_MEMORY_GIB},
             ["plan_changes.1: device 0:2 needs", "device_memory_gib allows"],
             id="a plan that does not fit",
         ),
         pytest.param(
             None,
-            {"device_memory_gib": 47_000 / 2**30, "transition__way": "composed"},
+            {"device_memory_gib": SMALL_MEMORY_GIB, "transition__way": "composed"},
             [
                 "plan_changes.1: ",
                 "-TRAIN cannot reach its target: the operation",
