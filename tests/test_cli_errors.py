@@ -146,12 +146,11 @@ PLAN = [
         "4 or 8",
     ),
     case(
-        TRAIN + "--config.plan.critic-TRAIN=dp=4",
-        "minibatch_size=8 is not a multiple of dp * microbatch = 4 * 4 = 16 of plan.critic-TRAIN",
-        "dp: 2",
+        TRAIN + "--config.algorithm.minibatch_size=2 --config.plan.critic-TRAIN=dp=4",
+        "plan.critic-TRAIN: dp=4 replicas, but a minibatch has algorithm.minibatch_size=2 rows",
+        "at most dp=2",
         process=True,
     ),
-    case(TRAIN + "--config.train.microbatch_size=3", "dp * microbatch = 1 * 3", "2 or 4"),
     case(
         TRAIN + "--config.plan.actor-TRAIN=dp=2,pp=2,tp=4",
         "asks for 16 devices, got a pool of 8",

@@ -25,9 +25,8 @@ def test_a_plan_that_fits_stays_and_one_that_does_not_shrinks() -> None:
     # Degrees of 3 x 2 that divide and fit 4 devices: 3 x 1 takes most of them.
     assert str(plans_by_step(config)[1]["actor-TRAIN"]) == "dp=3,pp=1,tp=1"
     assert len(said) == 3
-    assert (
-        "plan.critic-TRAIN: 'dp=2,pp=1,tp=2,devices=4-7' needs more than the 4 devices" in said[0]
-    )
+    wanted = "plan.critic-TRAIN: 'dp=2,pp=1,tp=2,devices=4-7' needs more than the 4 devices"
+    assert sum(wanted in line for line in said) == 1
     assert said[2].startswith("plan_changes.1.actor-TRAIN:")
 
 
