@@ -123,6 +123,7 @@ def success(rows: Sequence[Row]) -> float:
 
 def compare(scratch: Path, seeds: int, steps: int, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Runs with four changes of plan against runs without, from the same seeds."""
+    settings = {"compilation_cache_dir": str(scratch / "compiled"), **settings}
     rates: dict[str, list[float]] = {"with": [], "without": []}
     for seed in range(seeds):
         for name, plans in (("with", FOUR), ("without", ())):
@@ -143,15 +144,19 @@ def compare(scratch: Path, seeds: int, steps: int, settings: Mapping[str, Any]) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=200, help="of the run with six changes")
+    parser.add_argument(
+        "--steps", type=int, default=200, help="of the run with six changes; 0: none"
+    )
     parser.add_argument("--seeds", type=int, default=0, help="of the comparison; 0: none")
     parser.add_argument("--learning-steps", type=int, default=20, help="of each of its runs")
     parser.add_argument("--quick", action="store_true", help="fewer rows, to prove that it runs")
     options = parser.parse_args()
     settings = QUICK if options.quick else {}
     with tempfile.TemporaryDirectory() as scratch:
-        rows, wall_s = train(Path(scratch) / "share", options.steps, SIX, settings)
-        found = shares(rows)
+        found: dict[str, Any] = {"exposed_share": None, "compile_share": None}
+        if options.steps:
+            rows, wall_s = train(Path(scratch) / "share", options.steps, SIX, settings)
+            found = shares(rows) | {"wall_s": wall_s}
         learning = None
         if options.seeds:
             learning = compare(Path(scratch), options.seeds, options.learning_steps, settings)
@@ -162,7 +167,6 @@ def main() -> None:
         | {
             "steps": options.steps,
             "quick": options.quick,
-            "wall_s": wall_s,
             "learning": learning,
             "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
             "jax": importlib.metadata.version("jax"),
