@@ -116,27 +116,40 @@ def _large(
 
 SHORT = {"prompt": 256, "response": 768}
 
+BRIEF = {"prompt": 128, "response": 384}
+
 H100_FIT: tuple[Program, ...] = (
     _large("actor-TRAIN", (1, 1, 8), 8, 1, remat=True),
     _large("actor-TRAIN", (1, 1, 8), 1, 1, remat=True),
     _large("actor-TRAIN", (1, 2, 4), 8, 1, remat=True),
     _large("actor-TRAIN", (2, 1, 4), 8, 1, zero1=True),
     _large("actor-TRAIN", (1, 4, 2), 8, 1, remat=True, **SHORT),
+    _large("actor-TRAIN", (4, 1, 2), 8, 1, remat=True, zero1=True),
+    _large("actor-TRAIN", (2, 2, 2), 8, 1, remat=True, microbatches=2, **BRIEF),
     _large("critic-TRAIN", (1, 1, 8), 4, 2),
     _large("actor-SCORE", (1, 1, 1), 8, 2),
-    _large("critic-SCORE", (1, 2, 2), 8, 1),
     _large("actor-SCORE", (1, 1, 4), 16, 4, **SHORT),
+    _large("actor-SCORE", (1, 2, 1), 16, 2),
+    _large("actor-SCORE", (1, 2, 4), 32, 4, **SHORT),
+    _large("actor-SCORE", (1, 8, 1), 32, 1, **SHORT),
+    _large("reference-SCORE", (1, 1, 2), 16, 8, **BRIEF),
+    _large("reference-SCORE", (1, 4, 1), 8, 1),
+    _large("critic-SCORE", (1, 1, 1), 8, 2),
+    _large("critic-SCORE", (1, 1, 8), 32, 8, **BRIEF),
+    _large("critic-SCORE", (1, 2, 2), 8, 1),
+    _large("critic-SCORE", (1, 4, 1), 16, 2, **SHORT),
+    _large("reward-SCORE", (1, 1, 4), 8, 4),
     _large("actor-GENERATE", (1, 1, 2), 16, 16),
     _large("actor-GENERATE", (1, 1, 8), 64, 64, **SHORT),
     _large("actor-GENERATE", (1, 2, 2), 32, 16),
 )
 H100_TEST: tuple[Program, ...] = (
-    _large("actor-TRAIN", (4, 1, 2), 8, 1, remat=True, zero1=True),
+    _large("actor-TRAIN", (2, 1, 4), 8, 2, remat=True),
     _large("actor-TRAIN", (1, 2, 2), 8, 1, remat=True, microbatches=4, **SHORT),
     _large("critic-TRAIN", (2, 1, 4), 8, 2, remat=True, **SHORT),
     _large("actor-TRAIN", (1, 1, 8), 8, 1),
     _large("actor-SCORE", (1, 1, 2), 8, 1),
-    _large("reference-SCORE", (1, 4, 1), 8, 1),
+    _large("actor-SCORE", (1, 2, 2), 16, 2, **SHORT),
     _large("reward-SCORE", (2, 1, 2), 16, 4, **SHORT),
     _large("actor-GENERATE", (1, 1, 4), 64, 64),
     _large("actor-GENERATE", (2, 1, 1), 32, 8, **SHORT),

@@ -27,7 +27,7 @@ from nereus_jax.trainer.verify_plan import has_gpu_compiler
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-TEST_SEED = 3
+TEST_SEED = 2
 """Coefficients were fitted to programs of seed 1."""
 COUNTS = {"train": 22, "score": 12, "generate": 12}
 QUICK = {"train": 1, "score": 1, "generate": 1}

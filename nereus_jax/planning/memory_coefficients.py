@@ -81,6 +81,7 @@ class GenerateCoefficients:
     """Of generation; prefill and decode steps do not run at the same time.
 
     Attributes:
+      refilled_cache: more of the KV cache where rows wait for slots, beside the one that counts.
       layer_weights: of one layer.
       scores: attention scores of a prefill microbatch.
       many_scores: more of them in large softmaxes (`memory_terms.MANY_SOFTMAXES`).
@@ -92,6 +93,7 @@ class GenerateCoefficients:
       responses: tokens and log-probabilities of all replicas, which are gathered at the end.
     """
 
+    refilled_cache: float
     layer_weights: float
     scores: float
     many_scores: float
@@ -149,15 +151,16 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
             flush=2.266,
         ),
         generate=GenerateCoefficients(
-            layer_weights=0.839,
-            scores=2.204,
-            many_scores=0.856,
-            mlp=3.318,
-            streams=2.305,
-            prompt_cache=0.320,
-            cache_read=1.003,
-            logits=1.854,
-            responses=0.502,
+            refilled_cache=0.000,
+            layer_weights=0.841,
+            scores=2.206,
+            many_scores=0.853,
+            mlp=3.375,
+            streams=2.405,
+            prompt_cache=0.213,
+            cache_read=0.969,
+            logits=2.224,
+            responses=0.293,
         ),
         reserved_bytes=0.0,
     ),
@@ -192,15 +195,16 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
             flush=1.321,
         ),
         generate=GenerateCoefficients(
-            layer_weights=0.0,
-            scores=2.0,
+            refilled_cache=0.914,
+            layer_weights=0.343,
+            scores=2.326,
             many_scores=0.000,
-            mlp=2.0,
-            streams=2.0,
-            prompt_cache=1.0,
-            cache_read=1.0,
-            logits=2.0,
-            responses=1.000,
+            mlp=2.000,
+            streams=2.230,
+            prompt_cache=1.238,
+            cache_read=1.000,
+            logits=2.000,
+            responses=1.002,
         ),
         reserved_bytes=1.0 * 2**30,
     ),

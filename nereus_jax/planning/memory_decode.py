@@ -37,12 +37,13 @@ def decode_bytes(terms: Terms, coefficients: Coefficients) -> dict[str, Floats]:
     step = step + c.logits * group * terms.vocab_rows * FLOAT_BYTES
     work = np.maximum(_prefill_bytes(terms, coefficients, position), step)
     rows = np.maximum(-(-terms.workload.rows // candidates.dp), slots)
+    waiting = rows > slots  # the branch that fills free slots copies the cache on GPUs
     tokens = terms.workload.max_response_tokens
     responses = floats(rows * tokens * RESPONSE_BYTES)
     return {
         "inputs": floats(4 * rows * (terms.workload.prompt_lengths.max + ROW_NUMBERS) + 4),
         "results": responses + rows * ROW_RESULT_BYTES,
-        "kv_cache": cache,
+        "kv_cache": cache * np.where(waiting, 1.0 + c.refilled_cache, 1.0),
         "activations": c.layer_weights * terms.layer_weight_bytes
         + work
         + c.responses * responses * candidates.dp,

@@ -114,17 +114,23 @@ class PricedStage:
 
 
 def stage_candidates(problem: PlanProblem, stage: ModelStage) -> Candidates:
-    """The candidates of a model-stage; the same for all that do the same with the same model."""
+    """The candidates of a model-stage; the same for all that do the same with the same model.
+
+    Replicas share the optimizer's state: with ZeRO-1 as many bytes go over the links (a
+    reduce-scatter and an all-gather are an all-reduce), an update touches fewer of them, and a
+    device holds fewer, so that nothing is lost by leaving the others out.
+    """
     p, model = problem, problem.models[stage.role]
-    return enumerate_candidates(
+    every = enumerate_candidates(
         model, stage, p.workload, p.hardware, p.num_devices, tp_across_nodes=p.tp_across_nodes
     )
+    return every.take(every.zero1 | (every.dp == 1)) if stage.stage is Stage.TRAIN else every
 
 
 def stage_memory(problem: PlanProblem, stage: ModelStage, candidates: Candidates) -> StageMemory:
     """The bytes of each candidate of a model-stage."""
     p, model = problem, problem.models[stage.role]
-    memory = p.memory.stage_memory(
+    return p.memory.stage_memory(
         model,
         p.head(stage),
         stage,
@@ -133,8 +139,12 @@ def stage_memory(problem: PlanProblem, stage: ModelStage, candidates: Candidates
         param_dtype=p.param_dtype,
         compute_dtype=p.compute_dtype,
     )
-    ends = {stage for edge in p.workflow.weight_edges for stage in (edge.source, edge.target)}
-    return memory.with_edge() if stage in ends else memory
+
+
+def with_edges(problem: PlanProblem, stage: ModelStage, memory: StageMemory) -> StageMemory:
+    """The same with what weight edges from or to the model-stage have in flight."""
+    edges = problem.workflow.weight_edges
+    return memory.with_edge() if any(stage in (e.source, e.target) for e in edges) else memory
 
 
 class Pricer:
@@ -150,11 +160,11 @@ class Pricer:
         p = self._problem
         model, head = p.models[stage.role], p.head(stage)
         # Rewards come from the last token alone, which changes neither seconds nor bytes by much.
-        is_end = any(stage in (e.source, e.target) for e in p.workflow.weight_edges)
-        key = stage.stage, id(model), head, is_end
+        key = stage.stage, id(model), head
         if key not in self._priced:
             self._priced[key] = self._price(stage, model, head)
         candidates, cost, memory = self._priced[key]
+        memory = with_edges(p, stage, memory)
         edge_s = np.zeros(len(candidates))
         if any(e.target == stage for e in p.workflow.weight_edges):
             edge_s = self._edge_s(model, head, candidates)

@@ -12,6 +12,7 @@ from nereus_jax.planning.search_problem import (
     Pricer,
     stage_candidates,
     stage_memory,
+    with_edges,
 )
 from nereus_jax.planning.search_waves import Wave
 
@@ -102,7 +103,8 @@ def _stages(problem: PlanProblem) -> list[ModelStage]:
 
 
 def _memory(problem: PlanProblem, stage: ModelStage) -> StageMemory:
-    return stage_memory(problem, stage, stage_candidates(problem, stage))
+    memory = stage_memory(problem, stage, stage_candidates(problem, stage))
+    return with_edges(problem, stage, memory)
 
 
 def _least_bytes(memory: StageMemory) -> float:
