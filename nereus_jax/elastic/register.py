@@ -25,13 +25,13 @@ class Timing:
       silence_s: after this a worker without its leader is ended; half as much later the leader
         counts a silent slot as lost.
       join_s: for all slots at the start of a job.
-      finish_s: for the other workers after one has ended for good.
+      finish_s: for the other workers after one has ended.
     """
 
     beat_s: float = 1.0
     silence_s: float = 15.0
     join_s: float = 300.0
-    finish_s: float = 10.0
+    finish_s: float = 30.0
 
     @property
     def lost_s(self) -> float:
@@ -83,6 +83,8 @@ class Register:
       now_s: any clock that only goes forward.
       epoch: the last one that there was; 0 founds a job, and then all slots are waited for.
       members: the slots of that epoch that may live, without the one that led it.
+      resuming: the job was founded before, and all that knew of it are gone: what does not come in
+        `join_s` is done without.
     """
 
     def __init__(
@@ -96,10 +98,11 @@ class Register:
         now_s: float,
         epoch: int = 0,
         members: Iterable[int] = (),
+        resuming: bool = False,
     ) -> None:
         self._leader, self._timing = leader, timing
         self._new_coordinator, self._progress = new_coordinator, progress
-        self._founding = epoch == 0
+        self._founding, self._resuming = epoch == 0, resuming
         self._all_slots = frozenset(range(num_slots))
         self._slots: dict[int, Seen] = {}
         self._unsure_until_s = {s: now_s + timing.lost_s for s in members if s != leader}
@@ -199,7 +202,7 @@ class Register:
         if absent and now_s < self._deadline_s:
             self._reason = f"waiting for slots {', '.join(map(str, absent))}"
             return None
-        if absent and self._founding:
+        if absent and self._founding and not self._resuming:
             error = (
                 f"the supervisors of slots {', '.join(map(str, absent))} did not come in "
                 f"{self._timing.join_s:.0f} s; start `nereus train --elastic` for each process"
@@ -265,12 +268,19 @@ class Register:
         """The workers save and end by themselves."""
         if lost := self._lost():
             return self._enter(Phase.KILL, f"slot {lost[0]} is lost")
-        # SIGTERM ends a worker that has nothing to save yet.
-        codes = {s: c for s, c in self._codes().items() if c not in (0, -signal.SIGTERM)}
-        if codes:
-            return self._ended(codes, now_s)
+        codes = self._codes()
+        wrong = {s: c for s, c in codes.items() if c not in (0, -signal.SIGTERM)}
+        if wrong:
+            return self._ended(wrong, now_s)
         if self._have_obeyed():
             self._phase = Phase.GATHER
+        elif -signal.SIGTERM in codes.values():
+            # It was still starting, with nothing to save; the others would wait for it.
+            self._phase = Phase.KILL
+        elif not codes:
+            self._final_s = now_s
+        elif now_s >= self._final_s + self._timing.finish_s:
+            self._phase = Phase.KILL
         return None
 
     def _finish(self, now_s: float) -> None:

@@ -72,6 +72,7 @@ class Supervisor:
         """Only while it leads."""
         self._followers: dict[int, Link] = {}
         self._leader_address = ""
+        self._resuming = False
 
     async def run(self) -> int:
         """The exit code."""
@@ -160,6 +161,7 @@ class Supervisor:
             if leaderless and not waits:
                 term = 1 + (lease.term if lease is not None else 0)
                 if await asyncio.to_thread(claim, settings.workdir, term, self._address):
+                    self._resuming = lease is not None and bool(lease.address)
                     return Lease(term=term, address=self._address)
             if not said and time.monotonic() > deadline_s - timing.join_s + QUIET_S:
                 said = True
@@ -279,6 +281,7 @@ class Supervisor:
             now_s=time.monotonic(),
             epoch=0 if last is None else last.epoch,
             members=members,
+            resuming=self._resuming,
         )
         start_s = time.monotonic()
         keeping = asyncio.create_task(self._keep_lease(lease))

@@ -14,7 +14,15 @@ TIMING = Timing(beat_s=1, silence_s=10, join_s=100, finish_s=5)  # lost after 15
 class Slots:
     """Slots that do at once what the register says, and the register of one of them."""
 
-    def __init__(self, number: int, leader: int = 0, epoch: int = 0, left: str = "") -> None:
+    def __init__(
+        self,
+        number: int,
+        leader: int = 0,
+        epoch: int = 0,
+        left: str = "",
+        *,
+        resuming: bool = False,
+    ) -> None:
         self.now_s, self.step, self.ports = 0.0, -1, 0
         members = [int(s) for s in left]
         self.register = Register(
@@ -26,6 +34,7 @@ class Slots:
             now_s=0.0,
             epoch=epoch,
             members=members,
+            resuming=resuming,
         )
         self.reports = {slot: Report() for slot in (members if epoch else range(number))}
 
@@ -86,6 +95,13 @@ def test_slots_that_do_not_come_are_named() -> None:
     order = slots.until(Action.END)
     assert slots.now_s == TIMING.join_s
     assert order.code == 1 and "slots 1, 3 did not come in 100 s" in order.error
+
+
+def test_a_job_that_was_there_before_goes_on_with_the_slots_that_come() -> None:
+    slots = Slots(3, resuming=True)
+    del slots.reports[2]
+    order = slots.until(Action.RUN)
+    assert (slots.now_s, members(order)) == (TIMING.join_s, [0, 1])
 
 
 def test_a_crash_ends_all_workers_before_the_next_world() -> None:
@@ -187,6 +203,22 @@ def test_a_slot_that_comes_back_joins_at_a_step_boundary(code: int) -> None:
     slots.end(0, code)
     order = slots.until(Action.RUN)
     assert (order.epoch, members(order)) == (3, [0, 1])
+
+
+@pytest.mark.parametrize(("code", "after_s"), [(-signal.SIGTERM, 1), (0, TIMING.finish_s)])
+def test_a_worker_is_not_left_waiting_for_one_that_has_stopped(code: int, after_s: float) -> None:
+    slots = Slots(2)
+    slots.beat()
+    slots.reports[2] = Report()
+    assert slots.beat().action is Action.STOP
+    stopped_s = slots.now_s
+    slots.end(0, code)
+    slots.reports[1] = Report(epoch=1, running=True, obeys="0 1 stop")
+    stuck = slots.reports[1]
+    while slots.beat().action is Action.STOP:
+        slots.reports[1] = stuck
+    assert slots.now_s - stopped_s == after_s
+    assert members(slots.until(Action.RUN)) == [0, 1, 2]
 
 
 def test_a_slot_leaves_and_the_last_one_ends_the_job() -> None:

@@ -1,6 +1,8 @@
 """Supervisors in processes of their own, with workers that only pretend to train."""
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -28,6 +30,8 @@ class Job:
             self.port = free.getsockname()[1]
         self.slots: dict[int, subprocess.Popen[str]] = {}
         self.all: list[subprocess.Popen[str]] = []
+        self.said: list[str] = []
+        self.log_at_start: dict[int, int] = {}
         for slot in range(num_slots):
             self.start(slot)
 
@@ -35,6 +39,7 @@ class Job:
         (self.directory / "num_steps").write_text(str(number))
 
     def start(self, slot: int) -> None:
+        self.log_at_start[slot] = len(self.log())
         arguments = (slot, self.num_slots, self.port, self.directory, self.silence_s)
         self.slots[slot] = subprocess.Popen(
             [sys.executable, str(CHILD), "supervisor", *map(str, arguments)],
@@ -43,6 +48,10 @@ class Job:
             text=True,
         )
         self.all.append(self.slots[slot])
+
+    def has_joined(self, slot: int) -> bool:
+        """Whether its supervisor has had a worker."""
+        return any(x.startswith(f"{slot} ") for x in self.log()[self.log_at_start[slot] :])
 
     @property
     def step(self) -> int:
@@ -57,8 +66,15 @@ class Job:
     def wait_for(self, what: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + TIMEOUT_S
         while not what():
-            assert time.monotonic() < deadline_s, (self.log(), self.step)
+            assert time.monotonic() < deadline_s, self.stuck()
             time.sleep(0.02)
+
+    def stuck(self) -> str:
+        """What is known of a job that does not go on."""
+        for process in self.all:
+            process.kill()
+        said = [process.communicate()[1] for process in self.all]
+        return "\n-- ".join((f"at step {self.step}", *self.log()[-6:], *said))
 
     def wait_for_steps(self, number: int) -> None:
         wanted = self.step + number
@@ -73,12 +89,20 @@ class Job:
     def worker(self, slot: int) -> int:
         return int((self.directory / f"pid-{slot}").read_text())
 
+    def kill_worker(self, slot: int) -> None:
+        """Kills the worker of a slot, if it has one."""
+        pid = self.worker(slot)
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            if CHILD.name in Path(f"/proc/{pid}/cmdline").read_text():
+                os.kill(pid, signal.SIGKILL)
+
     def finish(self) -> None:
         """All slots that live reach the last step, and end with 0."""
         self.set_steps(self.step + 3)
         for slot, process in self.slots.items():
             _, stderr = process.communicate(timeout=TIMEOUT_S)
             assert process.returncode == 0, (slot, stderr)
+            self.said.append(stderr)
 
 
 @pytest.fixture
@@ -91,9 +115,8 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
     yield start
     for process in jobs[0].all:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+        process.kill()
+        process.wait()
 
 
 def is_running(pid: int) -> bool:
@@ -109,7 +132,7 @@ def test_a_killed_worker_starts_again_in_its_slot(job: Callable[..., Job]) -> No
     running.wait_for_world(2, after=0)
     for slot in (1, 0):
         before = len(running.log())
-        os.kill(running.worker(slot), signal.SIGKILL)
+        running.kill_worker(slot)
         running.wait_for_world(2, after=before)
     running.finish()
     log = running.log()
@@ -212,6 +235,33 @@ def test_a_slot_that_is_taken_or_of_another_job_is_refused(job: Callable[..., Jo
 def test_one_slot_alone(job: Callable[..., Job]) -> None:
     running = job(1)
     running.wait_for_world(1, after=0)
-    os.kill(running.worker(0), signal.SIGKILL)
+    running.kill_worker(0)
     running.wait_for_world(1, after=1)
     running.finish()
+
+
+@pytest.mark.slow
+def test_whatever_is_killed_no_step_is_taken_twice(job: Callable[..., Job]) -> None:
+    seed = time.time_ns()
+    print(f"seed {seed}")  # shown if the test fails
+    draw = random.Random(seed)
+    running = job(3)
+    running.wait_for_world(3, after=0)
+    for _ in range(15):
+        slot = draw.choice(sorted(running.slots))
+        if draw.random() < 0.5:
+            running.kill_worker(slot)
+        elif any(running.has_joined(other) for other in running.slots if other != slot):
+            running.slots.pop(slot).kill()
+        time.sleep(draw.uniform(0, 0.6))
+        for missing in {0, 1, 2} - running.slots.keys():
+            if draw.random() < 0.5:
+                running.start(missing)
+        running.wait_for_steps(1)
+    for missing in {0, 1, 2} - running.slots.keys():
+        running.start(missing)
+    running.wait_for(lambda: all(running.has_joined(slot) for slot in range(3)))
+    running.finish()
+    # A worker that finds its step taken by another world ends with an error, and is told of.
+    for stderr in running.said:
+        assert "exit code 1" not in stderr and "Error" not in stderr, stderr
