@@ -146,8 +146,14 @@ def test_arguments_are_exact_and_temporaries_near(name: str):
         candidate(choice),
         compute_dtype="float32",
     )
-    assert modelled.argument_bytes[0] == program.argument_bytes
-    assert modelled.temporary_bytes[0] == pytest.approx(program.temp_bytes, rel=0.25)
+    # jax before 0.11 keeps arguments that nothing reads: how many tokens are wanted of each flush,
+    # and how many microbatches there are.
+    unread = 4 * (int(candidate(choice).accumulation[0]) + 1) if jax.__version__ < "0.11" else 0
+    assert 0 <= program.argument_bytes - modelled.argument_bytes[0] <= unread
+    if jax.__version__ >= "0.12" or choice.layout.pp == 1:
+        assert modelled.temporary_bytes[0] == pytest.approx(program.temp_bytes, rel=0.25)
+    else:  # the coefficients are of jax 0.12; XLA before it keeps more of a pipeline's ticks
+        assert 0.5 < modelled.temporary_bytes[0] / program.temp_bytes < 1.25
 
 
 def problem(name: str) -> PlanProblem:
