@@ -297,7 +297,7 @@ class Supervisor:
                     with contextlib.suppress(StorageError):  # a full disk may be what ends the job
                         await asyncio.to_thread(finish, settings.workdir, lease, order.code)
                     await self._say_goodbye()
-                if order.action is Action.WAIT and order.reason and now_s - start_s > QUIET_S:
+                if order.epoch == 0 and order.reason and now_s - start_s > QUIET_S:
                     start_s = math.inf
                     say(f"{order.reason}, for at most {self._timing.join_s:.0f} s")
                 code = await self._obey(order)
@@ -369,6 +369,8 @@ class Supervisor:
                 link.send({"welcome": address})
                 await self._hear(self._register, slot, address, link)
         except (OSError, ValueError, KeyError, TypeError):
+            pass
+        except asyncio.CancelledError:  # at the end; asyncio would print that nobody waited for it
             pass
         finally:
             link.close()

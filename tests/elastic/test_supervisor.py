@@ -101,7 +101,7 @@ class Job:
         self.set_steps(self.step + 3)
         for slot, process in self.slots.items():
             _, stderr = process.communicate(timeout=TIMEOUT_S)
-            assert process.returncode == 0, (slot, stderr)
+            assert process.returncode == 0 and "Traceback" not in stderr, (slot, stderr)
             self.said.append(stderr)
 
 
@@ -207,7 +207,9 @@ def test_terminate_takes_a_slot_out_and_ctrl_c_ends_the_job(job: Callable[..., J
     leader = running.slots.pop(0)
     leader.terminate()
     running.wait_for_world(1, after=2)
-    assert leader.wait(TIMEOUT_S) == 0
+    _, stderr = leader.communicate(timeout=TIMEOUT_S)
+    assert leader.returncode == 0 and "Traceback" not in stderr, stderr
+    assert stderr.splitlines()[-1].startswith("nereus: slot 0 leaves: the world is formed anew")
     assert running.log()[2].startswith("1 0/1")
     running.slots[1].send_signal(signal.SIGINT)
     assert running.slots[1].wait(TIMEOUT_S) == 0
