@@ -243,8 +243,7 @@ def test_causal_attention_against_a_loop():
     np.testing.assert_allclose(one[:, 0], expected[:, 2], atol=1e-5)
 
 
-@pytest.mark.parametrize("query_block", [3, 4, 64])
-@pytest.mark.parametrize("span", [5, 7, None])
+@pytest.mark.parametrize(("query_block", "span"), [(3, 5), (4, 7), (4, None), (64, 5), (64, None)])
 def test_segments_attend_to_themselves_alone(query_block: int, span: int | None):
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.normal(size=(2, 17, 4, 2)), jnp.float32)

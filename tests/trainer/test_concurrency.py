@@ -42,6 +42,7 @@ LARGER = (
 PAIRS = (("reference-SCORE", "critic-SCORE"), ("actor-TRAIN", "critic-TRAIN"))
 
 
+@pytest.mark.slow
 def test_disjoint_devices_overlap(nereus: Any, tmp_path: Path) -> None:
     child = nereus.run(tmp_path, *LARGER)
     assert child.process.returncode == 0, child.stderr

@@ -131,6 +131,7 @@ def kills(nereus: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     assert sorted(p.name for p in marks.iterdir()) == sorted(names)
 
 
+@pytest.mark.slow
 def test_a_worker_killed_in_an_update_starts_again(
     nereus: Any, finished_run: Path, kills: Any, tmp_path: Path
 ) -> None:

@@ -421,6 +421,7 @@ def step_of(watched: Watched, old: Job, state: JobState) -> Mapping[str, Any]:
     return step_row(job, result, step=counters.step, step_s=1.0, live_bytes=0, edge_spans=())
 
 
+@pytest.mark.slow
 def test_the_step_after_a_change_is_that_of_the_old_plan(watched: Watched) -> None:
     check_steps_after_changes(watched)
 

@@ -34,6 +34,7 @@ def copy_up_to(finished: Path, workdir: Path, step: int) -> None:
             shutil.rmtree(workdir / "checkpoints" / "steps" / str(later))
 
 
+@pytest.mark.slow
 def test_three_kills_change_nothing(nereus: Any, finished_run: Path, tmp_path: Path) -> None:
     seed = time.time_ns()
     print(f"seed {seed}")  # shown if the test fails

@@ -39,6 +39,7 @@ def training_rows(nereus: Any, workdir: Path, num_steps: int) -> list[dict[str, 
     return rows[:num_steps]
 
 
+@pytest.mark.slow
 def test_recorded_rollouts_give_the_same_steps(
     nereus: Any, finished_run: Path, tmp_path: Path
 ) -> None:
