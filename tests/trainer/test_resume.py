@@ -85,6 +85,7 @@ def test_rows_after_the_checkpoint_are_cut(nereus: Any, finished_run: Path, tmp_
     assert nereus.same_rows(workdir) == nereus.same_rows(finished_run)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_at_a_step_and_the_same_command_goes_on(
     nereus: Any, finished_run: Path, tmp_path: Path
 ) -> None:
