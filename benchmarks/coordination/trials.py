@@ -23,7 +23,7 @@ from nereus_jax.core.roles import (
     REWARD_SCORE,
     ModelStage,
 )
-from nereus_jax.core.transition import TransitionGraph, Unit
+from nereus_jax.core.transition import TransitionGraph, Unit, placed_units
 from nereus_jax.planning.transition_graph import plan_transition
 from nereus_jax.planning.transition_inputs import StageState, TransitionBudget, decoder_states
 from nereus_jax.planning.transition_replay import uncoordinated_order
@@ -139,9 +139,7 @@ def leaves(state: StageState) -> EmuSpec:
 def units_in(plan: Plan) -> Iterator[Unit]:
     """The units of a plan, as values."""
     for stage, where in plan.placements.items():
-        for rank in range(where.layout.dp):
-            devices = where.replica_devices(rank)
-            yield Unit(model_stage=stage, tp=where.layout.tp, pp=where.layout.pp, devices=devices)
+        yield from placed_units(stage, where)
 
 
 def _held(plan: Plan, states: Mapping[ModelStage, StageState]) -> dict[DeviceId, int]:

@@ -13,7 +13,8 @@ from pathlib import Path
 import jax
 from cases import choice_of
 
-from nereus_jax.trainer.verify_plan import compile_only_devices, compile_program
+from nereus_jax.runtime.compile_only import compile_only_devices
+from nereus_jax.trainer.verify_plan import compile_program
 
 
 def main(backend: str, source: Path, target: Path) -> None:

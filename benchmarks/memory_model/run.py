@@ -23,7 +23,7 @@ from published import read_rows as read_published
 
 from nereus_jax.planning.memory_coefficients import COEFFICIENTS, Coefficients
 from nereus_jax.planning.search_problem import HEADROOM
-from nereus_jax.trainer.verify_plan import has_gpu_compiler
+from nereus_jax.runtime.compile_only import has_gpu_compiler
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

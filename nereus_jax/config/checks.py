@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from nereus_jax.config.data_files import find_data_files
-from nereus_jax.config.plan_entry import PlanEntry, check_plan_against_model, divisors
+from nereus_jax.config.plan_entry import PlanEntry, check_plan_against_model
 from nereus_jax.config.schema import RunConfig
 from nereus_jax.core.errors import ConfigError
+from nereus_jax.core.layout import divisors
 from nereus_jax.core.presets import preset
 from nereus_jax.core.workflow import ALGORITHMS
 

@@ -169,7 +169,8 @@ def _split_texts(texts: Sequence[str]) -> list[tuple[str, Any]]:
 def _apply(config: config_dict.ConfigDict, key: str, values: list[Any]) -> None:
     for free in _FREE:
         if key.startswith(free + "."):
-            name, parents = key.removeprefix(free + "."), [*map(str, free.split("."))]
+            name = key.removeprefix(free + ".")
+            parents: list[str] = [*free.split(".")]
             if free == "plan_changes" and "." in name:
                 step, name = name.split(".", 1)
                 parents.append(step)

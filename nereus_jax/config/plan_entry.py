@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 
 from nereus_jax.core.errors import ConfigError
+from nereus_jax.core.layout import divisors
 
 _DEGREES = ("dp", "pp", "tp")
 _FORM = "write 'dp=2,pp=2,tp=2' or 'dp=2,pp=1,tp=2,devices=0-3'"
@@ -144,12 +145,6 @@ def parse_plan_entry(text: str, model_stage: str = "", section: str = "plan") ->
             f"name {entry.num_devices} devices or change the degrees"
         )
     return dataclasses.replace(entry, devices=devices)
-
-
-def divisors(number: int) -> tuple[int, ...]:
-    """The positive divisors of a positive number, ascending."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return tuple(sorted({*small, *(number // d for d in small)}))
 
 
 def check_plan_against_model(

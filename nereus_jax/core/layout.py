@@ -7,6 +7,7 @@ what the sharding says.
 """
 
 import dataclasses
+import functools
 import math
 
 DP, PP, KV, KVR = "dp", "pp", "kv", "kvr"
@@ -39,3 +40,10 @@ class ParallelLayout:
 
     def __str__(self) -> str:
         return f"dp={self.dp},pp={self.pp},tp={self.tp}"
+
+
+@functools.cache
+def divisors(number: int) -> tuple[int, ...]:
+    """The positive divisors of a positive number, ascending."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))

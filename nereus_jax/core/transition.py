@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar, cast, overload
 
 from nereus_jax.core.devices import DeviceId
+from nereus_jax.core.plan import Placement
 from nereus_jax.core.roles import ModelStage
 
 T = TypeVar("T")
@@ -42,6 +43,20 @@ class Unit:
         return f"{self.model_stage}[pp={self.pp},tp={self.tp} on {where}]" + (
             " parked" if self.parked else ""
         )
+
+
+def placed_units(model_stage: ModelStage, placement: Placement) -> tuple[Unit, ...]:
+    """The units of a model-stage under a placement, one a replica."""
+    layout = placement.layout
+    return tuple(
+        Unit(
+            model_stage=model_stage,
+            tp=layout.tp,
+            pp=layout.pp,
+            devices=placement.replica_devices(rank),
+        )
+        for rank in range(layout.dp)
+    )
 
 
 class OperationKind(enum.StrEnum):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from nereus_jax.core.architectures import DecoderConfig
 from nereus_jax.core.hardware import Hardware
-from nereus_jax.core.layout import ParallelLayout
+from nereus_jax.core.layout import ParallelLayout, divisors
 from nereus_jax.core.roles import ModelStage, Stage
 from nereus_jax.planning.search_lanes import make_cells
 from nereus_jax.planning.workload import Workload
@@ -146,13 +146,6 @@ def _with_memory_choices(plain: Candidates) -> Candidates:
     zero1 = np.array([False, False, True, True]).repeat(count)
     all_four = dataclasses.replace(plain.take(index), remat=remat, zero1=zero1)
     return all_four.take(~zero1 | (all_four.dp > 1))
-
-
-@functools.cache
-def divisors(number: int) -> tuple[int, ...]:
-    """The positive divisors of a positive number, ascending."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return tuple(sorted({*small, *(number // d for d in small)}))
 
 
 def _tensor_degrees(

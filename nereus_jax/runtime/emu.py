@@ -20,7 +20,7 @@ from nereus_jax.core.emu_spec import Box, EmuSpec, LeafSpec, ShardingRules
 from nereus_jax.core.layout import MESH_AXES, ParallelLayout
 from nereus_jax.core.plan import Placement
 from nereus_jax.core.roles import ModelStage
-from nereus_jax.core.transition import Unit
+from nereus_jax.core.transition import Unit, placed_units
 from nereus_jax.models.decoder import initial_values
 from nereus_jax.runtime.blocks import Blocks, BlockViews
 from nereus_jax.runtime.world import DeviceHandle, World
@@ -212,15 +212,12 @@ def units_of(
     """
     views = BlockViews() if views is None else views
     held = {leaf: views.of(world, array) for leaf, array in arrays.items()}
-    layout = site.placement.layout
     units: list[ElasticModelUnit] = []
-    for rank in range(layout.dp):
-        devices = site.placement.replica_devices(rank)
+    for unit in placed_units(site.model_stage, site.placement):
         blocks = {
-            leaf: {d: of_device[d] for d in devices if d in of_device}
+            leaf: {d: of_device[d] for d in unit.devices if d in of_device}
             for leaf, of_device in held.items()
         }
-        unit = Unit(model_stage=site.model_stage, tp=layout.tp, pp=layout.pp, devices=devices)
         units.append(ElasticModelUnit(unit=unit, blocks=blocks, version=version))
     return tuple(units)
 

@@ -16,12 +16,13 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from nereus_jax.core.devices import DeviceId
-from nereus_jax.core.errors import DevicesLostError, TransitionError
+from nereus_jax.core.errors import TransitionError
 from nereus_jax.core.roles import ModelStage
 from nereus_jax.core.timeline import Span
 from nereus_jax.core.transition import Operation, OperationKind, TransitionGraph, Unit
 from nereus_jax.runtime.dispatch import MAX_IN_FLIGHT
 from nereus_jax.runtime.emu import ElasticModelUnit
+from nereus_jax.runtime.faults import lost_error
 from nereus_jax.runtime.transfers import Transfer
 from nereus_jax.runtime.world import World
 
@@ -188,7 +189,7 @@ def execute(
     """
     held: UnitsByStage = {stage: {u.unit: u for u in of_stage} for stage, of_stage in units.items()}
     units.clear()
-    timer = _Timer(world, step)
+    timer = _Timer(step)
     done = first
     try:
         for batch in (b for b in batches(graph) if b.operations[0] >= first):
@@ -227,7 +228,7 @@ def _check_intact(held: UnitsByStage, graph: TransitionGraph) -> None:
     """A unit that no operation touched may have lost blocks meanwhile."""
     lost = _deleted(held, graph)
     if lost:
-        raise DevicesLostError(f"lost devices: {', '.join(str(d) for d in sorted(lost))}", lost)
+        raise lost_error(lost)
 
 
 def _deleted(held: UnitsByStage, graph: TransitionGraph) -> frozenset[DeviceId]:
@@ -303,8 +304,7 @@ def _is_ready(unit: ElasticModelUnit) -> bool:
 class _Timer:
     """Waits in other threads for what was dispatched, and bounds how much is in flight."""
 
-    def __init__(self, world: World, step: int) -> None:
-        self._world = world
+    def __init__(self, step: int) -> None:
         self._step = step
         self._pool = ThreadPoolExecutor(max_workers=MAX_IN_FLIGHT)
         self._waiting: deque[Future[float]] = deque()

@@ -18,7 +18,7 @@ from nereus_jax.core.errors import DigestError
 from nereus_jax.core.hardware import Hardware
 from nereus_jax.core.roles import ModelStage
 from nereus_jax.core.timeline import Span
-from nereus_jax.core.transition import RecoverySource, TransitionGraph, Unit, Way
+from nereus_jax.core.transition import RecoverySource, TransitionGraph, Way, placed_units
 from nereus_jax.planning.hardware import CPU_EMULATED, load_hardware, parse_hardware
 from nereus_jax.planning.transition_graph import plan_transition
 from nereus_jax.planning.transition_inputs import MOVING_WAYS, StageState, TransitionBudget
@@ -181,10 +181,11 @@ def plan_change(
     graph = plan_transition(
         stage_states(old), old.plan, new.plan, hardware=hardware, budget=budget, lost=gone
     )
+    stateful = state_stages(old)
     transfers = {
         batch.operations[0]: _batch_transfer(old, new, batch, gone)
         for batch in batches(graph)
-        if batch.moves and batch.model_stage in state_stages(old)
+        if batch.moves and batch.model_stage in stateful
     }
     planned_s = time.perf_counter() - start_s
     return PlanChange(old=old, new=new, graph=graph, transfers=transfers, planned_s=planned_s)
@@ -314,10 +315,9 @@ def _wait_for_programs(change: PlanChange) -> float:
 
 def _units(job: Job, state: JobState) -> dict[ModelStage, list[ElasticModelUnit]]:
     """The units of the model-stages that hold state."""
-    counters = state.counters
     units: dict[ModelStage, list[ElasticModelUnit]] = {}
     for stage in state.trained:
-        version = counters.policy_version if stage.role == "actor" else counters.critic_version
+        version = state.counters.version_of(stage)
         arrays = state_arrays(job, state, stage)
         units[stage] = list(units_of(job.world, job.sites[stage], arrays, version, state.views))
     for stage, params in state.frozen.items():
@@ -336,7 +336,7 @@ def _assembled(
     frozen: dict[ModelStage, Params] = {}
     for stage, held in executed.units.items():
         site, spec = new.sites[stage], unit_spec(new, stage)
-        wanted = plan_units(site)
+        wanted = placed_units(stage, site.placement)
         arrays = group_arrays(new.world, site, spec, [held[unit] for unit in wanted])
         if stage in new.trains:
             trained[stage] = unflatten(new.trains[stage], arrays, optimizer_counters[stage])
@@ -344,17 +344,3 @@ def _assembled(
             frozen[stage] = arrays
     order = [s for s in new.trains if s in trained]
     return JobState(counters=counters, trained={s: trained[s] for s in order}, frozen=frozen)
-
-
-def plan_units(site: Site) -> list[Unit]:
-    """The units of a model-stage, as its site has them."""
-    layout = site.placement.layout
-    return [
-        Unit(
-            model_stage=site.model_stage,
-            tp=layout.tp,
-            pp=layout.pp,
-            devices=site.placement.replica_devices(rank),
-        )
-        for rank in range(layout.dp)
-    ]

@@ -11,12 +11,12 @@ from pathlib import Path
 from nereus_jax.core.architectures import DecoderConfig
 from nereus_jax.core.errors import ConfigError, StorageError
 from nereus_jax.core.hardware import Hardware
+from nereus_jax.core.layout import divisors
 from nereus_jax.core.presets import PRESETS
 from nereus_jax.core.roles import Role
 from nereus_jax.core.workflow import ALGORITHMS, policy_gradient
 from nereus_jax.planning.calibration import Efficiencies
 from nereus_jax.planning.calibration_record import load_efficiencies
-from nereus_jax.planning.candidates import divisors
 from nereus_jax.planning.hardware import CPU_EMULATED, load_hardware
 from nereus_jax.planning.memory import MemoryModel
 from nereus_jax.planning.memory_coefficients import COEFFICIENTS

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
-from nereus_jax.config.plan_entry import divisors
+from nereus_jax.config.plan_entry import PlanEntry, largest_layout
 from nereus_jax.core.devices import DeviceId, DevicePool
 from nereus_jax.core.errors import (
     DevicesLostError,
@@ -20,7 +20,7 @@ from nereus_jax.core.errors import (
 from nereus_jax.core.layout import ParallelLayout
 from nereus_jax.core.plan import Placement, Plan
 from nereus_jax.core.roles import ModelStage
-from nereus_jax.core.transition import Unit
+from nereus_jax.core.transition import Unit, placed_units
 from nereus_jax.runtime.emu import ElasticModelUnit, group_arrays
 from nereus_jax.runtime.faults import check_devices, lost_error, probe
 from nereus_jax.runtime.train_state import OptimizerCounters, read_counters, unflatten
@@ -32,7 +32,6 @@ from nereus_jax.trainer.plan_change import (
     carry_out,
     live_hardware,
     plan_change,
-    plan_units,
 )
 from nereus_jax.trainer.session import Session, go_back, restore_frozen_units, writing
 from nereus_jax.trainer.state import JobState, missing_devices
@@ -153,7 +152,9 @@ def _has_whole(change: PlanChange, units: UnitsByStage, stage: ModelStage) -> bo
     held = units.get(stage, {})
     if stage not in change.new.trains or not change.new.trains[stage].zero1:
         return bool(held)
-    return any(held.keys() == set(plan_units(job.sites[stage])) for job in (change.old, change.new))
+    return any(
+        held.keys() == set(placed_units(stage, job.plan[stage])) for job in (change.old, change.new)
+    )
 
 
 def _go_back(session: Session, state: JobState, job: Job, reason: Exception) -> None:
@@ -234,14 +235,11 @@ def _survivor(placement: Placement, pool: DevicePool, alive: set[DeviceId]) -> P
             layout=ParallelLayout(len(intact), layout.pp, layout.tp),
             devices=tuple(d for devices in intact for d in devices),
         )
-    smaller = [
-        ParallelLayout(1, pp, tp)
-        for pp in divisors(layout.pp)
-        for tp in divisors(layout.tp)
-        if pp * tp <= len(pool)
-    ]
-    largest = max(smaller, key=lambda x: (x.num_devices, x.tp))
-    return Placement(layout=largest, devices=pool.devices[: largest.num_devices])
+    largest = largest_layout(PlanEntry(dp=1, pp=layout.pp, tp=layout.tp), len(pool))
+    return Placement(
+        layout=ParallelLayout(1, largest.pp, largest.tp),
+        devices=pool.devices[: largest.num_devices],
+    )
 
 
 def job_of_units(

@@ -17,6 +17,7 @@ from nereus_jax.core.roles import (
     REFERENCE_SCORE,
     REWARD_SCORE,
     ModelStage,
+    Role,
 )
 from nereus_jax.core.timeline import Span
 from nereus_jax.core.workflow import WeightEdge
@@ -49,6 +50,10 @@ class Counters:
     policy_version: int = 0
     critic_version: int = 0
     kl_coef: float = 0.0
+
+    def version_of(self, stage: ModelStage) -> int:
+        """Optimizer updates of the model of a model-stage that is trained."""
+        return self.policy_version if stage.role is Role.ACTOR else self.critic_version
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `Counters(**x)` reads them."""
@@ -152,9 +157,7 @@ def refresh_edges(job: Job, state: JobState) -> tuple[Span, ...]:
 
 def refresh_edge(job: Job, state: JobState, edge: WeightEdge) -> Params:
     """The current weights at the target of one edge; moved only if the source has changed."""
-    counters = state.counters
-    is_actor = edge.source == ACTOR_TRAIN
-    version = counters.policy_version if is_actor else counters.critic_version
+    version = state.counters.version_of(edge.source)
     held = state.edges.get(edge.target)
     if held is not None and held[0] == version:
         return held[1]

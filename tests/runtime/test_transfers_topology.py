@@ -5,7 +5,6 @@ installed there is no such compiler, and the same programs are lowered for GPUs 
 """
 
 import functools
-import importlib.util
 import json
 import os
 import subprocess
@@ -15,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from nereus_jax.runtime.compile_only import has_gpu_compiler
+
 ROOT = Path(__file__).resolve().parents[2]
-PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 HOW = ["lowered"]
-if any(importlib.util.find_spec(name) is not None for name in PLUGINS):
+if has_gpu_compiler():
     HOW.append("compiled")
 CASES = (
     "dp to pp",

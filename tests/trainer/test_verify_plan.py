@@ -29,11 +29,10 @@ from nereus_jax.planning.memory_coefficients import COEFFICIENTS
 from nereus_jax.planning.search_plans import find_plans
 from nereus_jax.planning.search_problem import PlanProblem
 from nereus_jax.planning.workload import LengthHistogram, Workload
+from nereus_jax.runtime.compile_only import compile_only_devices, has_gpu_compiler
 from nereus_jax.trainer.verify_plan import (
     ProgramChoice,
-    compile_only_devices,
     compile_program,
-    has_gpu_compiler,
     verify_step,
 )
 
