@@ -73,6 +73,7 @@ def configure(
     replicas = max(parse_plan_entry(layout).dp for layout in plan.values())
     config.train.microbatch_size = min(MICROBATCH_SIZE, sizes.batch_size // replicas)
     config.train.unroll_layers = 0
+    config.rollout.unroll_layers = True
     config.report.tensorboard = False
     for stage, layout in plan.items():
         config.plan[stage] = layout

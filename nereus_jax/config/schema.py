@@ -148,6 +148,9 @@ class RolloutConfig:
     maximum of every row that is decoded at a time."""
     kv_page_tokens: PositiveInt = 32
     """Positions of a page."""
+    unroll_layers: bool = False
+    """Whether a decode step runs the layers without a loop, on a second set of weights: faster
+    where a loop copies a layer's weights out of the stack in every step, as on a CPU."""
     temperature: PositiveFloat = 1.0
     """Logits are divided by it; > 0 because greedy rollouts do not explore."""
     top_k: NonNegativeInt = 0
@@ -277,8 +280,9 @@ class TrainConfig:
     zero1: bool = False
     """Whether the optimizer state is sharded over the replicas."""
     unroll_layers: NonNegativeInt = 1
-    """Layers that follow each other in the compiled program without a loop; 0: all. More take
-    longer to compile; on a CPU an update is faster by a tenth."""
+    """Layers that follow each other in the compiled program without a loop; more take longer to
+    compile. 0: all, on a second set of weights and gradients; on a CPU an update is faster by a
+    tenth."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

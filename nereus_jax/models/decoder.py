@@ -21,6 +21,9 @@ from nereus_jax.core.architectures import LAYER_PREFIX, DecoderConfig, Head
 from nereus_jax.models.attention import causal_attention, match_heads
 from nereus_jax.models.mesh_axes import UNSHARDED, MeshAxes, axis_index, psum
 
+Layer = nnx.State | Mapping[str, jax.Array]
+"""The weights of one layer, by name."""
+
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """x * rsqrt(mean(x^2) + eps) * scale over the last dim, computed in float32 (Zhang and Sennrich
@@ -195,6 +198,7 @@ class Decoder(nnx.Module):
         span: int | None = None,
         remat: bool = False,
         unroll: int = 1,
+        layers: Sequence[Mapping[str, jax.Array]] | None = None,
     ) -> jax.Array:
         """The layers held here over whole rows.
 
@@ -208,17 +212,23 @@ class Decoder(nnx.Module):
           span: longest sequence; None: the row.
           remat: recompute the activations of a layer in the backward pass.
           unroll: layers that follow each other in the program without a loop; 0: all.
+          layers: `unstack_layers` of this decoder, in the place of its own stacked ones; all follow
+            each other without a loop.
         """
         if positions_BS is None:
             positions_BS = jnp.arange(x_BSD.shape[1])[None, :]
         cos, sin = self.rope(positions_BS)
         graphdef, stacked = nnx.split(self.layers)
 
-        def body(x: jax.Array, layer: nnx.State) -> tuple[jax.Array, None]:
+        def body(x: jax.Array, layer: Layer) -> tuple[jax.Array, None]:
             cast = jax.tree.map(lambda w: w.astype(x.dtype), layer)
             return nnx.merge(graphdef, cast)(x, cos, sin, segments_BS, span)[0], None
 
         body = jax.checkpoint(body) if remat else body
+        if layers is not None:
+            for layer in layers:
+                x_BSD, _ = body(x_BSD, layer)
+            return x_BSD
         return jax.lax.scan(body, x_BSD, stacked, unroll=unroll or True)[0]
 
     def rope(self, positions_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -272,6 +282,33 @@ def bind(graphdef: nnx.GraphDef, params: Mapping[str, jax.Array]) -> Decoder:
         else:
             nested[name] = value
     return nnx.merge(graphdef, nested)
+
+
+def unstack_layers(
+    params: Mapping[str, jax.Array],
+) -> tuple[dict[str, jax.Array], list[dict[str, jax.Array]]]:
+    """Named arrays as those of no layer, and for each layer held here its own by short name.
+
+    A slice of a stacked array is a copy, and a loop that takes it would copy in every turn: who
+    runs the layers more than once unstacks them before, and pays with memory for a second set of
+    weights.
+    """
+    stacked = {n.removeprefix(LAYER_PREFIX): x for n, x in params.items() if _is_layer(n)}
+    count = next(iter(stacked.values())).shape[0]
+    rest = {name: x for name, x in params.items() if not _is_layer(name)}
+    return rest, [{name: x[i] for name, x in stacked.items()} for i in range(count)]
+
+
+def stack_layers(
+    rest: Mapping[str, jax.Array], layers: Sequence[Mapping[str, jax.Array]]
+) -> dict[str, jax.Array]:
+    """The inverse of `unstack_layers`."""
+    stacked = {f"{LAYER_PREFIX}{n}": jnp.stack([x[n] for x in layers]) for n in layers[0]}
+    return {**rest, **stacked}
+
+
+def _is_layer(name: str) -> bool:
+    return name.startswith(LAYER_PREFIX)
 
 
 def flat_params(module: Decoder) -> dict[str, jax.Array]:

@@ -4,6 +4,7 @@ Shapes: M microbatches of one pipeline flush, B rows of one, W width of a row, K
 of a flush, D embed.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -34,17 +35,24 @@ class PackedFlush(NamedTuple):
     active: jax.Array
 
 
-def _hidden(decoder: Decoder, flush: PackedFlush, span: int, remat: bool, unroll: int) -> jax.Array:
+Layers = Sequence[Mapping[str, jax.Array]]
+
+
+def _hidden(
+    decoder: Decoder, flush: PackedFlush, span: int, remat: bool, unroll: int, layers: Layers | None
+) -> jax.Array:
     """Normalized hidden states [K, D] at the wanted places; right on the last pp rank only."""
     microbatches, rows, width = flush.tokens.shape
     x_BWD = decoder.embed_tokens(flush.tokens.reshape(microbatches * rows, width))
     x_MBWD = x_BWD.reshape(microbatches, rows, width, -1)
 
-    def layers(x_BWD: jax.Array, index: jax.Array) -> jax.Array:
+    def run(x_BWD: jax.Array, index: jax.Array) -> jax.Array:
         positions, segments = flush.positions[index], flush.segments[index]
-        return decoder.run_layers(x_BWD, positions, segments, span=span, remat=remat, unroll=unroll)
+        return decoder.run_layers(
+            x_BWD, positions, segments, span=span, remat=remat, unroll=unroll, layers=layers
+        )
 
-    out_MBWD = run_pipeline(layers, x_MBWD, flush.active, decoder.axes)
+    out_MBWD = run_pipeline(run, x_MBWD, flush.active, decoder.axes)
     out_KD = out_MBWD.reshape(microbatches * rows * width, -1)[flush.index]
     return decoder.normalize(out_KD[None])[0]
 
@@ -58,6 +66,7 @@ def wanted_logprobs(
     token_chunk: int,
     remat: bool = False,
     unroll: int = 1,
+    layers: Layers | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of the token after every wanted place, and entropy of its distribution.
 
@@ -70,13 +79,13 @@ def wanted_logprobs(
       temperature: divides the logits.
       token_chunk: tokens whose logits exist at a time.
       remat: recompute the activations of a layer in the backward pass.
-      unroll: see `Decoder.run_layers`.
+      unroll, layers: see `Decoder.run_layers`.
 
     Returns:
       (logprobs [K], entropy [K]), float32, the same on all pp and tp ranks; arbitrary finite
       numbers behind the count.
     """
-    hidden_KD = from_last_rank(_hidden(decoder, flush, span, remat, unroll), decoder.axes)
+    hidden_KD = from_last_rank(_hidden(decoder, flush, span, remat, unroll, layers), decoder.axes)
     tokens_K = flush.tokens.reshape(-1)
     targets_K = tokens_K[jnp.minimum(flush.index + 1, tokens_K.shape[0] - 1)]
     return linear_logprob(
@@ -93,9 +102,15 @@ def wanted_logprobs(
 
 
 def wanted_scalars(
-    decoder: Decoder, flush: PackedFlush, *, span: int, remat: bool = False, unroll: int = 1
+    decoder: Decoder,
+    flush: PackedFlush,
+    *,
+    span: int,
+    remat: bool = False,
+    unroll: int = 1,
+    layers: Layers | None = None,
 ) -> jax.Array:
     """The scalar head's output [K] at every wanted place: a critic's values before response tokens,
     a reward model's scores at last tokens."""
-    hidden_KD = _hidden(decoder, flush, span, remat, unroll)
+    hidden_KD = _hidden(decoder, flush, span, remat, unroll, layers)
     return from_last_rank(decoder.scalars(hidden_KD), decoder.axes)

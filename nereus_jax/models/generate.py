@@ -22,6 +22,7 @@ S = P + T cache, L layers held here, C key/value heads held here, K head dim, D 
 """
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import jax
@@ -31,7 +32,7 @@ from jax import lax
 
 from nereus_jax.models.attention import cached_attention
 from nereus_jax.models.decode_state import DecodeState, Effort, Responses, Rows, Slots
-from nereus_jax.models.decoder import Decoder
+from nereus_jax.models.decoder import Decoder, Layer
 from nereus_jax.models.kv_cache import Cache, PagedCache, PagePool, empty_cache, prefix_sizes
 from nereus_jax.models.mesh_axes import axis_index, axis_size
 from nereus_jax.models.pipeline import from_last_rank
@@ -55,6 +56,8 @@ class Generator:
       prefill_rows: most prompts that are in the layers at a time.
       num_slots: rows of a replica that are decoded at a time, a multiple of pp; at most N.
       pool: the pages of the KV cache; None for room for every slot's longest row.
+      layers: the decoder's, unstacked before the loop, so that no tick copies a layer's weights out
+        of the stack; None: a loop takes them from it.
     """
 
     decoder: Decoder
@@ -62,6 +65,7 @@ class Generator:
     prefill_rows: int
     num_slots: int
     pool: PagePool | None = None
+    layers: Sequence[Mapping[str, jax.Array]] | None = None
 
     def __call__(self, rows: Rows, seed: jax.Array) -> tuple[Responses, Effort]:
         """Generates the responses of a replica's rows.
@@ -252,7 +256,7 @@ class Generator:
         longest = jnp.max(jnp.where(works_B, positions_B, 0))
 
         def body(
-            carry: tuple[jax.Array, Cache], layer: tuple[nnx.State, jax.Array]
+            carry: tuple[jax.Array, Cache], layer: tuple[Layer, jax.Array]
         ) -> tuple[tuple[jax.Array, Cache], None]:
             x, cache = carry
             params, index = layer
@@ -267,6 +271,11 @@ class Generator:
             attended = lax.switch(longest // sizes[0], [partial(attend, size) for size in sizes])
             return (block.output(x, attended), cache), None
 
+        if self.layers is not None:
+            carry = x_B1D, cache
+            for index, layer in enumerate(self.layers):
+                carry, _ = body(carry, (layer, jnp.int32(index)))
+            return carry
         index_L = jnp.arange(stacked.k[...].shape[0])
         (x, cache), _ = lax.scan(body, (x_B1D, cache), (stacked, index_L))
         return x, cache

@@ -427,6 +427,7 @@ class _EngineBuilder:
             max_num_seqs=self.config.rollout.max_num_seqs,
             kv_cache_tokens=self.config.rollout.kv_cache_tokens,
             kv_page_tokens=self.config.rollout.kv_page_tokens,
+            unroll=self.config.rollout.unroll_layers,
             programs=self.programs,
         )
 

@@ -27,7 +27,9 @@ ROWS, WIDTH, LONGEST = 22, 5, 9
 SAMPLING = SamplingConfig(max_tokens=LONGEST, stop_ids=(4,), pad_id=1)
 
 
-def generate(layout: ParallelLayout, max_num_seqs: int) -> dict[str, np.ndarray]:
+def generate(
+    layout: ParallelLayout, max_num_seqs: int, unroll: bool = False
+) -> dict[str, np.ndarray]:
     world = take_stock()
     placement = Placement(layout=layout, devices=world.pool.devices[: layout.num_devices])
     site = emu.make_site(world, ACTOR_GENERATE, placement, CONFIG.num_kv_heads)
@@ -39,6 +41,7 @@ def generate(layout: ParallelLayout, max_num_seqs: int) -> dict[str, np.ndarray]
         prefill_rows=2,
         precision="highest",
         max_num_seqs=max_num_seqs,
+        unroll=unroll,
         programs=ProgramCache(),
     )
     rng = np.random.default_rng(1)
@@ -73,7 +76,8 @@ def at_once() -> dict[str, np.ndarray]:
 def test_the_tokens_are_those_of_one_device_and_one_batch(
     layout: ParallelLayout, max_num_seqs: int, at_once: dict[str, np.ndarray]
 ) -> None:
-    got = generate(layout, max_num_seqs)
+    # Layers without a loop are the same arithmetic: half of the cases have them.
+    got = generate(layout, max_num_seqs, unroll=max_num_seqs == 4)
     for name in ("tokens", "lengths", "finished"):
         np.testing.assert_array_equal(got[name], at_once[name], err_msg=name)
     np.testing.assert_allclose(got["logprobs"], at_once["logprobs"], atol=1e-5)

@@ -16,7 +16,7 @@ from nereus_jax.core.architectures import DecoderConfig, Head
 from nereus_jax.core.errors import InfeasiblePlanError
 from nereus_jax.core.layout import DP
 from nereus_jax.models.decode_state import Rows
-from nereus_jax.models.decoder import bind, decoder_graphdef
+from nereus_jax.models.decoder import bind, decoder_graphdef, unstack_layers
 from nereus_jax.models.generate import Generator
 from nereus_jax.models.kv_cache import PagePool
 from nereus_jax.models.mesh_axes import SHARDED
@@ -41,6 +41,8 @@ class GenerateEngine:
       kv_cache_tokens: positions of a replica's KV cache; 0: room for every slot's longest row.
         With less than that it is handed out in pages, and rows wait for pages too.
       kv_page_tokens: positions of a page.
+      unroll: the layers follow each other in a decode step without a loop, on a second set of
+        weights.
       programs: where compiled programs are kept.
     """
 
@@ -52,6 +54,7 @@ class GenerateEngine:
     max_num_seqs: int = 0
     kv_cache_tokens: int = 0
     kv_page_tokens: int = 32
+    unroll: bool = False
     programs: ProgramCache = dataclasses.field(compare=False)
 
     def __post_init__(self) -> None:
@@ -168,7 +171,9 @@ class GenerateEngine:
             places_N: jax.Array,
             seed: jax.Array,
         ) -> dict[str, jax.Array]:
-            generator = Generator(bind(graphdef, params), sampling, self.prefill_rows, slots, pool)
+            layers = unstack_layers(params)[1] if self.unroll else None
+            decoder = bind(graphdef, params)
+            generator = Generator(decoder, sampling, self.prefill_rows, slots, pool, layers)
             rows = Rows(tokens_NP, prompt_lengths_N, sample_indices_N, limits_N)
             responses, effort = generator(rows, seed)
             whole = lax.all_gather(responses, DP, tiled=True)

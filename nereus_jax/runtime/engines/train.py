@@ -26,7 +26,13 @@ from jax.sharding import PartitionSpec
 from nereus_jax.core.architectures import LAYER_PREFIX, DecoderConfig, Head
 from nereus_jax.core.emu_spec import EmuSpec
 from nereus_jax.core.layout import DP
-from nereus_jax.models.decoder import Decoder, bind, decoder_graphdef
+from nereus_jax.models.decoder import (
+    Decoder,
+    bind,
+    decoder_graphdef,
+    stack_layers,
+    unstack_layers,
+)
 from nereus_jax.models.forward import PackedFlush, wanted_logprobs, wanted_scalars
 from nereus_jax.models.mesh_axes import SHARDED, varying
 from nereus_jax.rl.objectives import Objective
@@ -68,7 +74,8 @@ class TrainEngine:
       flush_microbatches: microbatches of a pipeline flush; 0: all of a replica's.
       remat: recompute the activations of each layer in the backward pass.
       zero1: shard the optimizer's state over dp.
-      unroll: layers that follow each other in the program without a loop; 0: all.
+      unroll: layers that follow each other in the program without a loop; 0: all, on a second set
+        of weights and gradients.
       temperature: divides the logits, as in the rollout.
       token_chunk: tokens whose logits exist at a time.
       objective: what is minimized.
@@ -189,14 +196,14 @@ class TrainEngine:
         spec, moments = self.spec, self.moment_spec
 
         def flush_loss(
-            params: Params, flush: PackedFlush, placed: Params, scalars: Params
+            weights: _Weights, stacked: Params, flush: PackedFlush, placed: Params, scalars: Params
         ) -> tuple[jax.Array, dict[str, jax.Array]]:
             # The layers cast their own weights, microbatch by microbatch: see Decoder.run_layers.
             cast = {
                 name: x if name.startswith(LAYER_PREFIX) else x.astype(self.compute_dtype)
-                for name, x in params.items()
+                for name, x in {**stacked, **weights.stacked}.items()
             }
-            outputs = self._outputs(bind(graphdef, cast), flush, shape)
+            outputs = self._outputs(bind(graphdef, cast), flush, shape, weights.layers)
             loss, metrics = self.objective(outputs, placed, scalars)
             return loss, {"loss": loss, **metrics}
 
@@ -204,10 +211,13 @@ class TrainEngine:
             params: Params, batch: Params, microbatches: jax.Array, scalars: Params
         ) -> tuple[Params, dict[str, jax.Array]]:
             mine = {name: varying(x, _summed_axes(name)) for name, x in params.items()}
+            weights = _Weights(mine)
+            if self.unroll == 0:
+                weights = _Weights(*unstack_layers(mine))
 
-            def grad(index: jax.Array | int) -> tuple[Params, dict[str, jax.Array]]:
+            def grad(index: jax.Array | int) -> tuple[_Weights, dict[str, jax.Array]]:
                 flush, placed = pick_flush(batch, index, microbatches, shape)
-                return jax.grad(flush_loss, has_aux=True)(mine, flush, placed, scalars)
+                return jax.grad(flush_loss, has_aux=True)(weights, mine, flush, placed, scalars)
 
             totals = grad(0)
             if shape.flushes > 1:
@@ -218,7 +228,10 @@ class TrainEngine:
                     totals,
                 )
             grads, metrics = totals
-            return _reduce(grads, spec, moments), lax.psum(metrics, DP)
+            whole = grads.stacked
+            if grads.layers is not None:
+                whole = stack_layers(grads.stacked, grads.layers)
+            return _reduce(whole, spec, moments), lax.psum(metrics, DP)
 
         return jax.shard_map(
             local,
@@ -236,21 +249,23 @@ class TrainEngine:
         )
 
     def _outputs(
-        self, decoder: Decoder, flush: PackedFlush, shape: PackedShape
+        self,
+        decoder: Decoder,
+        flush: PackedFlush,
+        shape: PackedShape,
+        layers: list[Params] | None,
     ) -> dict[str, jax.Array]:
         """[1, K] arrays of one pipeline flush."""
-        span, remat, unroll = shape.span, self.remat, self.unroll
+        how: dict[str, Any] = {
+            "span": shape.span,
+            "remat": self.remat,
+            "unroll": self.unroll,
+            "layers": layers,
+        }
         if self.head is Head.SCALAR:
-            values_K = wanted_scalars(decoder, flush, span=span, remat=remat, unroll=unroll)
-            return {"values": values_K[None]}
+            return {"values": wanted_scalars(decoder, flush, **how)[None]}
         logprobs, entropy = wanted_logprobs(
-            decoder,
-            flush,
-            span=span,
-            temperature=self.temperature,
-            token_chunk=self.token_chunk,
-            remat=remat,
-            unroll=unroll,
+            decoder, flush, temperature=self.temperature, token_chunk=self.token_chunk, **how
         )
         return {"logprobs": logprobs[None], "entropy": entropy[None]}
 
@@ -288,6 +303,13 @@ class TrainEngine:
         jitted = jax.jit(update, donate_argnums=0, out_shardings=(shardings, everywhere))
         with jax.default_matmul_precision(self.precision):
             return jitted.lower(abstract, batch, count, scalars)
+
+
+class _Weights(NamedTuple):
+    """What an update differentiates by: stacked weights, and layers that were unstacked."""
+
+    stacked: Params
+    layers: list[Params] | None = None
 
 
 def _summed_axes(name: str) -> tuple[str, ...]:
