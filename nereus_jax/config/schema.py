@@ -343,6 +343,9 @@ class TransitionConfig:
     on the host."""
     way: Literal["auto", "composed", "direct"] = "auto"
     """auto: for each model-stage the cheaper of Split, Destroy, Extend, Merge and of Reshard."""
+    switch: Literal["at_step", "when_ready"] = "at_step"
+    """at_step: before the step that `plan_changes` names, which waits for programs that are still
+    being compiled; when_ready: at the first step boundary from then on that need not wait."""
     hardware: str = ""
     """What its cost is priced with: a name such as 'h100' or a .json file; empty: the devices that
     the job runs on."""

@@ -81,6 +81,10 @@ class ProgramCache:
             self._programs[key] = compile_now(lambda: _compile(lower))
         return self._programs[key].result()
 
+    def has(self, key: ProgramKey) -> bool:
+        """Whether `get` returns the program of this key at once."""
+        return key in self._programs and self._programs[key].done
+
     def prefetch(
         self, key: ProgramKey, lower: Callable[[], jax.stages.Lowered], queue: CompileQueue
     ) -> None:

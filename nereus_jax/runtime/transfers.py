@@ -34,7 +34,7 @@ class TransferCost:
       compile_s: compiling, all of it.
       exposed_compile_s: of that, seconds that someone waited.
       set_up_s: the first exchange between the devices, which sets up communicators; on one value.
-      first_run_s: the first run, until its results were there.
+      first_run_s: the first `run`, until its results were there.
     """
 
     compile_s: float
@@ -81,7 +81,7 @@ class Transfer:
         self._host = HostTransfer(schedule, handles) if self.path == "host" else None
         self._compiling: Compiling[CollectiveTransfer] | None = None
         self._unchanged = {i for i in range(len(targets)) if self._keeps_everything(i)}
-        self._set_up_s = 0.0
+        self._set_up_s: float | None = None
         self._first_run_s: float | None = None
 
     @property
@@ -124,12 +124,21 @@ class Transfer:
         return TransferCost(
             compile_s=compiled.compile_s,
             exposed_compile_s=compiled.exposed_s,
-            set_up_s=self._set_up_s,
+            set_up_s=self._set_up_s or 0.0,
             first_run_s=self._first_run_s or 0.0,
         )
 
+    def set_up(self) -> None:
+        """Waits until `run` needs nothing more: programs, and connections between the devices.
+
+        The first exchange of the devices goes through them, so that it waits for what they do.
+        """
+        collective = self.collective
+        if collective is not None and self._set_up_s is None:
+            self._set_up_s = collective.set_up()
+
     def run(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """Moves the leaves.
+        """Moves the leaves; the first time it waits for the result, to see how long that takes.
 
         Args:
           arrays: as the schedule's sources describe them; blocks of lost devices are not touched.
@@ -142,7 +151,11 @@ class Transfer:
             {} if leaf in self._unchanged else self._blocks(array)
             for leaf, array in enumerate(arrays)
         ]
+        start_s = time.perf_counter()
         blocks = self._move(sources)
+        if self.moves and self._first_run_s is None:
+            jax.block_until_ready(blocks)
+            self._first_run_s = time.perf_counter() - start_s
         return [
             _rename(arrays[leaf], target)
             if leaf in self._unchanged
@@ -153,7 +166,8 @@ class Transfer:
     def run_blocks(
         self, blocks: Sequence[Mapping[DeviceId, jax.Array]]
     ) -> list[dict[DeviceId, jax.Array]]:
-        """As `run`, from the blocks of this process's devices to the new blocks.
+        """As `run`, from the blocks of this process's devices to the new blocks; waits for nothing
+        once it is set up.
 
         Args:
           blocks: for each leaf; those of lost devices may be missing.
@@ -183,21 +197,13 @@ class Transfer:
     ) -> list[DeviceBlocks]:
         if not self.moves:
             return [{} for _ in sources]
+        self.set_up()
         collective = self.collective
-        is_first = self._first_run_s is None
-        if is_first and collective is not None:
-            self._set_up_s = collective.set_up()
-        start_s = time.perf_counter()
         if collective is not None:
-            found = collective.run(sources, release)
-        else:
-            assert self._host is not None
-            kinds = [t.sharding.memory_kind for t in self.targets if t.sharding is not None]
-            found = self._host.run(sources, kinds, release)
-        if is_first:
-            jax.block_until_ready(found)
-            self._first_run_s = time.perf_counter() - start_s
-        return found
+            return collective.run(sources, release)
+        assert self._host is not None
+        kinds = [t.sharding.memory_kind for t in self.targets if t.sharding is not None]
+        return self._host.run(sources, kinds, release)
 
     @property
     def _needs_programs(self) -> bool:

@@ -34,6 +34,7 @@ from nereus_jax.runtime.emu import (
 )
 from nereus_jax.runtime.engines.train import TrainState
 from nereus_jax.runtime.faults import watch
+from nereus_jax.runtime.programs import Recipe
 from nereus_jax.runtime.train_state import (
     OptimizerCounters,
     optimizer_leaves,
@@ -91,6 +92,26 @@ class PlanChange:
         """Compiles in the background what moves."""
         for transfer in self.transfers.values():
             transfer.compile_in(queue)
+
+    def is_ready(self) -> bool:
+        """Whether all programs are there: of the change, of its checks and of the new plan."""
+        new = self.new
+        moving = (*self.transfers.values(), *new.edges.values())
+        return all(transfer.is_compiled for transfer in moving) and all(
+            new.programs.has(key) for key, _ in self._recipes()
+        )
+
+    def wait(self) -> float:
+        """Waits until it is ready, and connections are made; seconds that it took."""
+        start_s = time.perf_counter()
+        for transfer in self.transfers.values():
+            transfer.set_up()
+        for recipe in self._recipes():
+            self.new.programs.get(*recipe)
+        return time.perf_counter() - start_s
+
+    def _recipes(self) -> list[Recipe]:
+        return [*digest_recipes(self.old), *digest_recipes(self.new), *step_recipes(self.new)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -244,7 +265,7 @@ def carry_out(
     old, new, graph = change.old, change.new, change.graph
     step, how = state.counters.step, old.config.transition.verify
     begin_s = time.time()
-    waited_s = _wait_for_programs(change)
+    waited_s = change.wait()
     state.edges.clear()  # the next step's weight edges bring these anew
     counters = {
         s: read_counters(old.trains[s], x, old.world, state.views) for s, x in state.trained.items()
@@ -298,19 +319,6 @@ def carry_out(
         bytes=moved_bytes,
     )
     return Changed(state=moved, spans=(whole, *executed.spans), row=row)
-
-
-def _wait_for_programs(change: PlanChange) -> float:
-    """Waits until all that the change and the new plan need is compiled; seconds that it took."""
-    start_s = time.perf_counter()
-    for transfer in change.transfers.values():
-        _ = transfer.collective
-    for job in (change.old, change.new):
-        for recipe in digest_recipes(job):
-            job.programs.get(*recipe)
-    for recipe in step_recipes(change.new):
-        change.new.programs.get(*recipe)
-    return time.perf_counter() - start_s
 
 
 def _units(job: Job, state: JobState) -> dict[ModelStage, list[ElasticModelUnit]]:

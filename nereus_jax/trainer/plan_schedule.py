@@ -68,8 +68,13 @@ class PlanSchedule:
         return dropped
 
     def due(self, step: int) -> PlanChange | None:
-        """The change that comes before this step."""
-        return self.prepared if self.prepared_step == step else None
+        """The change that comes before this step, or has waited for its programs since an earlier
+        one."""
+        return self.prepared if self.prepared_step <= step else None
+
+    def first_open(self, step: int) -> int:
+        """The first step, up to this one, whose change has not been made."""
+        return step if self.prepared is None else min(step, self.prepared_step)
 
 
 def first_job(job: Job, step: int, jobs: dict[int, Job]) -> Job:

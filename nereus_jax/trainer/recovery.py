@@ -21,6 +21,7 @@ from nereus_jax.core.layout import ParallelLayout
 from nereus_jax.core.plan import Placement, Plan
 from nereus_jax.core.roles import ModelStage
 from nereus_jax.core.transition import Unit, placed_units
+from nereus_jax.runtime import host
 from nereus_jax.runtime.emu import ElasticModelUnit, group_arrays
 from nereus_jax.runtime.faults import check_devices, lost_error, probe
 from nereus_jax.runtime.train_state import OptimizerCounters, read_counters, unflatten
@@ -50,13 +51,16 @@ def change_as_scheduled(session: Session, state: JobState) -> None:
     Raises:
       DevicesLostError: devices are gone.
     """
-    step = state.counters.step
-    change = session.schedule.due(step)
+    schedule = session.schedule
+    change = schedule.due(state.counters.step)
     if change is None:
         return
+    waits = session.job.config.transition.switch == "when_ready"
+    if waits and host.agree_any(not change.is_ready()):
+        return  # the old plan goes on; the next boundary asks again
     check_devices(session.job.world, state.arrays(), state.views)
     _change(session, state, change)
-    _prepare_next(session, step + 1)
+    _prepare_next(session, schedule.prepared_step + 1)
 
 
 def _prepare_next(session: Session, step: int) -> None:
@@ -194,6 +198,7 @@ def _without(session: Session, state: JobState, error: DevicesLostError) -> None
         f"{error}; going on with {len(world.pool)} of {len(job.world.pool)} devices"
     )
     new = make_job(job.config, job.inputs, world, plan, job.programs)
+    first_open = session.schedule.first_open(state.counters.step)
     for step in session.schedule.drop(lost):
         session.outputs.message(f"plan_changes.{step} is dropped: it needs devices that are lost")
     hardware = session.schedule.hardware or live_hardware(job)
@@ -206,7 +211,7 @@ def _without(session: Session, state: JobState, error: DevicesLostError) -> None
         _change(session, state, change)
     except (LostStateError, InfeasiblePlanError) as reason:
         _go_back(session, state, new, reason)
-    _prepare_next(session, state.counters.step)
+    _prepare_next(session, min(first_open, state.counters.step))
 
 
 def surviving_plan(job: Job, pool: DevicePool) -> Plan:

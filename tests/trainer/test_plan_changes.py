@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import shutil
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from nereus_jax.runtime.checkpoint_files import finished_steps
 from nereus_jax.runtime.programs import ProgramCache
 from nereus_jax.runtime.transitions import Batch, Executed, batches, execute
 from nereus_jax.trainer import plan_change
+from nereus_jax.trainer.compilation import digest_recipes
 from nereus_jax.trainer.job import Job, make_job
 from nereus_jax.trainer.rollouts import take_prompts
 from nereus_jax.trainer.rows import step_row
@@ -105,6 +107,32 @@ def test_the_state_is_the_same_to_the_bit(
         before = logical(session.job, state)
         boundary(session, state, 1)
         check_changed(session, state, before | {"counters": state.counters})
+
+
+def test_a_change_waits_for_its_programs_while_steps_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(transition__switch="when_ready")
+    config.plan_changes["1"] = CHANGES["halved"]
+    config.plan_changes["2"] = CHANGES["doubled"]
+    with opened(config, tmp_path, ProgramCache(), monkeypatch) as (session, state):
+        first, schedule, gate = session.job, session.schedule, threading.Event()
+        schedule.queue.submit(gate.wait)
+        change = schedule.prepared
+        assert change is not None
+        for recipe in (*digest_recipes(change.old), *digest_recipes(change.new)):
+            session.job.programs.prefetch(*recipe, schedule.queue)
+        for step in (1, 2, 3):
+            boundary(session, state, step)
+            assert session.job is first, "its programs are not there"
+        gate.set()
+        schedule.queue.submit(lambda: None).result()
+        before = logical(session.job, state)
+        boundary(session, state, 4)
+        check_changed(session, state, before | {"counters": state.counters})
+        assert schedule.prepared_step == 2, "the change that has come meanwhile is next"
+        boundary(session, state, 5)
+        assert session.job.plan == schedule.jobs[1].plan, "and waits in its turn"
 
 
 @pytest.mark.slow
