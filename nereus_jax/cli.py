@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -151,6 +152,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except NereusError as error:
         print(f"nereus: error: {_one_line(error)}", file=sys.stderr)
+        if isinstance(error, WorldError | DevicesLostError):
+            _end_alone(error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
         print("nereus: stopped at once; checkpoints saved before are whole", file=sys.stderr)
@@ -334,9 +337,24 @@ def _prepare_backend(config: RunConfig) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
 
 
+def _end_alone(code: int) -> None:
+    """Ends the process at once if it is one of several: in a tidy exit it would wait for the
+    others, and they may wait for it in a collective."""
+    jax = sys.modules.get("jax")
+    if jax is not None and jax.process_count() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 def script() -> NoReturn:
     """Runs the command that the process was started with, and ends the process."""
-    code = main()
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        _end_alone(1)
+        code = 1
     if code == INTERRUPTED:  # XLA, stopped in the middle of a compilation, crashes in a tidy exit
         os._exit(code)
     jax = sys.modules.get("jax")

@@ -16,6 +16,7 @@ from nereus_jax.core.errors import (
     DigestError,
     InfeasiblePlanError,
     LostStateError,
+    WorldError,
 )
 from nereus_jax.core.layout import ParallelLayout
 from nereus_jax.core.plan import Placement, Plan
@@ -69,7 +70,12 @@ def _prepare_next(session: Session, step: int) -> None:
 
 
 def _change(session: Session, state: JobState, change: PlanChange) -> None:
-    """Carries out a change, again and again from what a stopped one left."""
+    """Carries out a change, again and again from what a stopped one left.
+
+    Raises:
+      WorldError: it stopped, and there are other processes.
+      DevicesLostError: devices are gone.
+    """
     session.outputs.message(f"changing the plan before step {state.counters.step + 1}")
     for _ in range(MAX_ATTEMPTS):
         numbers = {
@@ -86,6 +92,12 @@ def _change(session: Session, state: JobState, change: PlanChange) -> None:
             _go_back(session, state, change.new if change.graph.lost else change.old, error)
             return
         except TransitionStopped as error:
+            if change.old.world.num_processes > 1:  # others may wait for this one in a collective
+                raise WorldError(
+                    f"{error}; with several processes a job goes on from its last checkpoint then: "
+                    f"run the same command again for each process, or with --elastic, which does "
+                    f"so by itself"
+                ) from error
             if state.trained:
                 session.outputs.message(f"the old plan goes on: {error}")
                 check_devices(session.job.world, state.arrays(), state.views)

@@ -1,8 +1,8 @@
 """A reward function whose module kills its process in a phase of a step that the test has named.
 
 NEREUS_KILL is 'PHASE STEP PROCESS WHAT MARKS', several of them with ';' between: the process kills
-itself (WHAT = worker) or its supervisor too (slot) once it has begun PHASE of STEP, and leaves a
-file in the directory MARKS, so that it does so once.
+itself (WHAT = worker) or its supervisor too (slot), or raises an error of the backend (error), once
+it has begun PHASE of STEP, and leaves a file in the directory MARKS, so that it does so once.
 """
 
 import os
@@ -41,6 +41,8 @@ class Killer:
             mark.touch(exist_ok=False)
         except FileExistsError:
             return
+        if what == "error":
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory on one host")
         if what == "slot":
             os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -171,6 +171,19 @@ def test_a_worker_killed_in_every_phase(
 
 @pytest.mark.slow
 @pytest.mark.timeout(WORLD_S * 5)
+def test_an_operation_that_fails_in_one_process_alone(
+    nereus: Any, changing: ElasticJob, kills: Any, tmp_path: Path
+) -> None:
+    """The others wait for it in a collective: nobody can go on from intact units."""
+    kills(1, "error", transition=4)
+    job = spanning_job(nereus, tmp_path / "run", changing=True)
+    job.check_ended(0, 1)
+    check_same(job, changing)
+    assert "world 2: slots 0, 1" in job.slots[0].stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(WORLD_S * 5)
 @pytest.mark.parametrize(
     ("phase", "victim"), [*((phase, 1) for phase in PHASES), ("train", 0), ("transition", 0)]
 )
