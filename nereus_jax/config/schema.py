@@ -372,10 +372,13 @@ class RunConfig:
     score: ScoreConfig
     plan: Mapping[str, PlanEntry] = dataclasses.field(default_factory=dict, hash=False)
     """Model-stage -> layout, as given; `resolve_plan` adds the model-stages that fall back."""
-    plan_changes: Mapping[int, Mapping[str, PlanEntry]] = dataclasses.field(
+    plan_file: str = ""
+    """A plan of `nereus plan --out`, or a run's plan.json, in the place of `plan`: every
+    model-stage's devices, microbatches, remat and zero1, and rollout.max_num_seqs."""
+    plan_changes: Mapping[int, Mapping[str, PlanEntry] | str] = dataclasses.field(
         default_factory=dict, hash=False
     )
-    """Step -> entries that replace those of the plan before that step."""
+    """Step -> entries that replace those of the plan before that step, or a plan file."""
     transition: TransitionConfig
     checkpoint: CheckpointConfig
     eval: EvalConfig

@@ -5,7 +5,7 @@
 import numpy as np
 
 from nereus_jax.core.layout import KV
-from nereus_jax.planning.candidates import Ints
+from nereus_jax.planning.candidates import PREFILL_ROWS, Ints
 from nereus_jax.planning.memory_coefficients import Coefficients
 from nereus_jax.planning.memory_state import Floats, floats
 from nereus_jax.planning.memory_terms import (
@@ -15,8 +15,6 @@ from nereus_jax.planning.memory_terms import (
     Terms,
 )
 
-PREFILL_ROWS = 4
-"""Prompts that are in the layers at a time."""
 ROW_NUMBERS = 4
 """Of a row beside its prompt: length, sample, limit, place."""
 RESPONSE_BYTES = 8

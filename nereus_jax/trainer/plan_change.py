@@ -128,8 +128,13 @@ def live_hardware(job: Job) -> Hardware:
     return parse_hardware(json.loads(host.broadcast_text(measured)), CPU_EMULATED)
 
 
-def stage_states(job: Job) -> dict[ModelStage, StageState]:
-    """What the units of every model-stage consist of."""
+def stage_states(job: Job, new: Job | None = None) -> dict[ModelStage, StageState]:
+    """What the units of every model-stage consist of.
+
+    Args:
+      job: as it is.
+      new: as it is to be; None: the same.
+    """
     origins = {edge.target: edge.source for edge in job.workflow.weight_edges}
     states: dict[ModelStage, StageState] = {}
     for stage in job.sites:
@@ -141,6 +146,7 @@ def stage_states(job: Job) -> dict[ModelStage, StageState]:
                 optimizer=optimizer_leaves(engine, engine.spec),
                 num_kv_heads=kv_heads,
                 zero1=engine.zero1,
+                zero1_after=new.trains[stage].zero1 if new is not None else None,
             )
         else:
             frozen = stage not in origins
@@ -179,7 +185,7 @@ def plan_change(
         capacity_bytes=capacity, ways=WAYS[config.transition.way], buffer_bytes=0
     )
     graph = plan_transition(
-        stage_states(old), old.plan, new.plan, hardware=hardware, budget=budget, lost=gone
+        stage_states(old, new), old.plan, new.plan, hardware=hardware, budget=budget, lost=gone
     )
     stateful = state_stages(old)
     transfers = {

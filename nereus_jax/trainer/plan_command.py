@@ -24,7 +24,6 @@ from nereus_jax.planning.search_plans import find_plans
 from nereus_jax.planning.search_problem import PlanProblem
 from nereus_jax.planning.workload import LengthHistogram, Workload
 from nereus_jax.report.plan_report import (
-    plan_file,
     plans_json,
     plans_text,
     raise_infeasible,
@@ -63,7 +62,18 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-park", action="store_true", help="no model-stage waits in the host's memory")
     add("--top", type=int, default=5, metavar="K", help="plans that are shown; default 5")
     add("--json", action="store_true", help="print JSON")
-    add("--out", type=Path, metavar="FILE", help="write the best plan's plan.json")
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the best plan, for `nereus train --config.plan_file=FILE`",
+    )
+    add(
+        "--devices-per-process",
+        type=int,
+        metavar="N",
+        help="of the run that takes the plan file, which names devices by them; default: a node's",
+    )
     add(
         "--verify",
         choices=("compile",),
@@ -84,16 +94,19 @@ def run_plan(arguments: argparse.Namespace, model: Callable[[str], DecoderConfig
     """
     if arguments.top < 1:
         raise ConfigError(f"--top must be at least 1, got {arguments.top}")
+    each: int | None = arguments.devices_per_process
+    if each is not None and each < 1:
+        raise ConfigError(f"--devices-per-process must be at least 1, got {each}")
     problem = make_problem(arguments, model)
     found = find_plans(problem, arguments.top, APART)
     if arguments.json:
-        print(json.dumps(plans_json(problem, found), indent=1))
+        print(json.dumps(plans_json(problem, found, each), indent=1))
     if found.shortage is not None:
         raise_infeasible(found.shortage)
     if not arguments.json:
         print(plans_text(problem, found), end="")
     if arguments.out:
-        _write(arguments.out, json.dumps(plan_file(found.plans[0]), indent=1) + "\n")
+        _write(arguments.out, json.dumps(found.plans[0].plan(each).to_json(), indent=1) + "\n")
     if arguments.verify:
         verify = importlib.import_module("nereus_jax.trainer.verify_plan")
         print("\n" + verification_text(verify.verify_step(problem, found.plans[0])), end="")

@@ -94,7 +94,7 @@ def _open_outputs(job: Job, workdir: Path, step: int | None) -> Outputs:
         return Outputs(
             workdir,
             job.config,
-            job.plan,
+            job.execution,
             keep_through=None if step is None else step - 1,
             enabled=job.world.is_main,
         )
@@ -214,7 +214,7 @@ def save(session: Session, state: JobState) -> None:
     if session.store.latest_step() != step:
         meta = {
             "counters": state.counters.to_json(),
-            "plan": session.job.plan.to_json(),
+            "plan": session.job.execution.to_json(),
             "data": _data_identity(session.job),
         }
         session.store.save(step, state.checkpointed(), meta)
