@@ -14,6 +14,7 @@ from nereus_jax.config.plan_entry import (
 from nereus_jax.config.plan_files import fit_plan_files, plan_keys, read_plan_file
 from nereus_jax.config.schema import (
     AlgorithmConfig,
+    CalibrationConfig,
     CheckpointConfig,
     DataConfig,
     EvalConfig,
@@ -34,6 +35,7 @@ from nereus_jax.config.schema import (
 __all__ = [
     "MODEL_STAGES",
     "AlgorithmConfig",
+    "CalibrationConfig",
     "CheckpointConfig",
     "DataConfig",
     "EvalConfig",

@@ -301,6 +301,15 @@ def _check_plan_changes(config: RunConfig) -> None:
         )
 
 
+def _check_calibration(config: RunConfig) -> None:
+    calibration = config.calibration
+    _require(
+        not (calibration.file and calibration.mode == "off"),
+        f"calibration.file={calibration.file!r} is given, but calibration.mode='off'; drop one of "
+        f"the two",
+    )
+
+
 def check_run(config: RunConfig) -> None:
     """Checks what no single field shows.
 
@@ -309,6 +318,7 @@ def check_run(config: RunConfig) -> None:
     """
     for check in (_check_model, _check_data, _check_reward, _check_rollout, _check_algorithm):
         check(config)
+    _check_calibration(config)
     _check_plan_changes(config)
     check_plan_files(config)
     _check_plan(config)

@@ -345,6 +345,17 @@ class TransitionConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CalibrationConfig:
+    """What a run learns of its hardware, for predictions of steps and plans."""
+
+    mode: Literal["auto", "on", "off"] = "auto"
+    """Whether efficiencies are learned from measured seconds, and kept in calibration.json; auto:
+    on real devices that have a description, or with `file`."""
+    file: str = ""
+    """calibration.json of another run on the same hardware, to start from; empty: none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One run."""
 
@@ -380,6 +391,7 @@ class RunConfig:
     )
     """Step -> entries that replace those of the plan before that step, or a plan file."""
     transition: TransitionConfig
+    calibration: CalibrationConfig
     checkpoint: CheckpointConfig
     eval: EvalConfig
     report: ReportConfig

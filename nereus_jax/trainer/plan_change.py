@@ -19,7 +19,12 @@ from nereus_jax.core.hardware import Hardware
 from nereus_jax.core.roles import ModelStage
 from nereus_jax.core.timeline import Span
 from nereus_jax.core.transition import RecoverySource, TransitionGraph, Way, placed_units
-from nereus_jax.planning.hardware import CPU_EMULATED, load_hardware, parse_hardware
+from nereus_jax.planning.hardware import (
+    CPU_EMULATED,
+    hardware_of_kind,
+    load_hardware,
+    parse_hardware,
+)
 from nereus_jax.planning.transition_graph import plan_transition
 from nereus_jax.planning.transition_inputs import MOVING_WAYS, StageState, TransitionBudget
 from nereus_jax.runtime import host
@@ -116,9 +121,9 @@ def live_hardware(job: Job) -> Hardware:
     """
     name = job.config.transition.hardware
     if not name:
-        kind = job.world.pool.kind.lower()
-        emulated = job.config.emulated_devices or "cpu" in kind
-        name = CPU_EMULATED if emulated else kind.split()[-1]
+        kind = job.world.pool.kind
+        emulated = job.config.emulated_devices or "cpu" in kind.lower()
+        name = CPU_EMULATED if emulated else hardware_of_kind(kind)
     if name != CPU_EMULATED:
         return load_hardware(name)
     measured = ""

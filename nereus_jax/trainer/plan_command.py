@@ -3,7 +3,6 @@
 import argparse
 import difflib
 import importlib
-import importlib.metadata
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from nereus_jax.core.presets import PRESETS
 from nereus_jax.core.roles import Role
 from nereus_jax.core.workflow import ALGORITHMS, policy_gradient
 from nereus_jax.planning.calibration import Efficiencies
-from nereus_jax.planning.calibration_record import load_efficiencies
+from nereus_jax.planning.calibration_record import load_efficiencies, software_versions
 from nereus_jax.planning.hardware import CPU_EMULATED, load_hardware
 from nereus_jax.planning.memory import MemoryModel
 from nereus_jax.planning.memory_coefficients import COEFFICIENTS
@@ -192,8 +191,7 @@ def _lengths(flag: str, text: str) -> LengthHistogram:
 def _efficiencies(path: Path | None, hardware: Hardware) -> Efficiencies:
     if path is None:
         return Efficiencies.prior()
-    versions = {"jax": importlib.metadata.version("jax")}
-    return load_efficiencies(path.expanduser(), hardware.name, versions)
+    return load_efficiencies(path.expanduser(), hardware.name, software_versions())
 
 
 def _write(path: Path, text: str) -> None:
