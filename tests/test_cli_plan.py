@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -174,3 +175,34 @@ def test_hardware_with_a_negative_field(capsys: pytest.CaptureFixture[str], tmp_
     path.write_text(json.dumps(source))
     error = error_of(capsys, "plan", "--model=llama3-8b", f"--hardware={path}", "--devices=8")
     assert "memory_bytes" in error
+
+
+@pytest.mark.slow
+def test_a_plan_file_is_what_train_takes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, nereus: Any
+):
+    """From the sizes of a model to a run under the best plan for it."""
+    sizes = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 64,
+        "vocab_size": 15,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+    }
+    model, path = tmp_path / "config.json", tmp_path / "plan.json"
+    model.write_text(json.dumps(sizes))
+    arguments = ["--hardware=cpu-emulated", "--devices=8", "--no-park", f"--out={path}"]
+    arguments += ["--prompts=16", "--minibatch=8", "--prompt-lengths=6", "--lengths=4"]
+    assert main(["plan", f"--model={model}", *arguments]) == 0
+    child = nereus.run(tmp_path / "run", f"plan_file={path}")
+    assert child.process.returncode == 0, child.stderr
+    assert json.loads((tmp_path / "run" / "plan.json").read_text()) == json.loads(path.read_text())
+    assert len(nereus.rows(tmp_path / "run")) == 2

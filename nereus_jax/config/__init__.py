@@ -11,8 +11,10 @@ from nereus_jax.config.plan_entry import (
     check_plan_against_model,
     parse_plan_entry,
 )
+from nereus_jax.config.plan_files import fit_plan_files, plan_keys, read_plan_file
 from nereus_jax.config.schema import (
     AlgorithmConfig,
+    CalibrationConfig,
     CheckpointConfig,
     DataConfig,
     EvalConfig,
@@ -33,6 +35,7 @@ from nereus_jax.config.schema import (
 __all__ = [
     "MODEL_STAGES",
     "AlgorithmConfig",
+    "CalibrationConfig",
     "CheckpointConfig",
     "DataConfig",
     "EvalConfig",
@@ -55,10 +58,13 @@ __all__ = [
     "default_config",
     "find_data_files",
     "fingerprint",
+    "fit_plan_files",
     "fit_plans",
     "load_config_file",
     "parse_config",
     "parse_plan_entry",
+    "plan_keys",
     "plans_by_step",
+    "read_plan_file",
     "resolve_plan",
 ]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from nereus_jax.config.data_files import find_data_files
 from nereus_jax.config.plan_entry import PlanEntry, check_plan_against_model
+from nereus_jax.config.plan_files import check_plan_files
 from nereus_jax.config.schema import RunConfig
 from nereus_jax.core.errors import ConfigError
 from nereus_jax.core.layout import divisors
@@ -53,7 +54,7 @@ def resolve_plan(config: RunConfig) -> dict[str, PlanEntry]:
             missing = _FALLBACK.get(name, name)
             raise ConfigError(
                 f"plan: {missing!r} is missing, got entries for {list(config.plan) or 'nothing'}; "
-                f"set config.plan['{missing}'] = 'dp=1,pp=1,tp=1' (or larger degrees)"
+                f"set config.plan['{missing}'] = 'dp=1,pp=1,tp=1' (or larger degrees), or plan_file"
             )
         plan[name] = entry
     return plan
@@ -62,12 +63,16 @@ def resolve_plan(config: RunConfig) -> dict[str, PlanEntry]:
 def plans_by_step(config: RunConfig) -> dict[int, dict[str, PlanEntry]]:
     """The whole plan from each planned change on, by the step before which it happens.
 
-    A change replaces the entries that it names; what falls back follows its TRAIN entry.
+    A change replaces the entries that it names; what falls back follows its TRAIN entry. Changes to
+    plan files are left out.
     """
     plans: dict[int, dict[str, PlanEntry]] = {}
     given = dict(config.plan)
     for step in sorted(config.plan_changes):
-        given |= config.plan_changes[step]
+        change = config.plan_changes[step]
+        if isinstance(change, str):
+            continue
+        given |= change
         plans[step] = resolve_plan(dataclasses.replace(config, plan=dict(given)))
     return plans
 
@@ -275,7 +280,8 @@ def _check_replicas(config: RunConfig, where: str, entry: PlanEntry) -> None:
 
 
 def _check_plan(config: RunConfig) -> None:
-    for step, plan in [(0, resolve_plan(config)), *plans_by_step(config).items()]:
+    first = [] if config.plan_file else [(0, resolve_plan(config))]
+    for step, plan in [*first, *plans_by_step(config).items()]:
         where = "plan" if step == 0 else f"plan_changes.{step}"
         for name, entry in plan.items():
             if name.endswith("-TRAIN"):
@@ -295,6 +301,15 @@ def _check_plan_changes(config: RunConfig) -> None:
         )
 
 
+def _check_calibration(config: RunConfig) -> None:
+    calibration = config.calibration
+    _require(
+        not (calibration.file and calibration.mode == "off"),
+        f"calibration.file={calibration.file!r} is given, but calibration.mode='off'; drop one of "
+        f"the two",
+    )
+
+
 def check_run(config: RunConfig) -> None:
     """Checks what no single field shows.
 
@@ -303,5 +318,7 @@ def check_run(config: RunConfig) -> None:
     """
     for check in (_check_model, _check_data, _check_reward, _check_rollout, _check_algorithm):
         check(config)
+    _check_calibration(config)
     _check_plan_changes(config)
+    check_plan_files(config)
     _check_plan(config)

@@ -23,7 +23,9 @@ def fit_plans(config: RunConfig, num_devices: int) -> tuple[RunConfig, list[str]
     said: list[str] = []
     plan = _fit("plan", config.plan, num_devices, said)
     changes = {
-        step: _fit(f"plan_changes.{step}", entries, num_devices, said)
+        step: entries
+        if isinstance(entries, str)
+        else _fit(f"plan_changes.{step}", entries, num_devices, said)
         for step, entries in config.plan_changes.items()
     }
     return dataclasses.replace(config, plan=plan, plan_changes=changes), said

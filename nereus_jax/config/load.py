@@ -49,9 +49,23 @@ def load_config_file(
     file, colon, argument = path.partition(":")
     config = _run_file(file, [argument] if colon else [])
     config.unlock()
-    for key, values in _grouped(overrides).items():
+    grouped = _grouped(overrides)
+    for key, values in grouped.items():
         _apply(config, key, values)
+    if grouped.get("plan_file", [""])[-1]:
+        _give_way(config, grouped)
     return config
+
+
+def _give_way(config: config_dict.ConfigDict, overrides: Mapping[str, Any]) -> None:
+    """The layouts of the configuration file make way for a plan file of the command line."""
+    also = next((key for key in overrides if key.startswith("plan.")), None)
+    if also is not None:
+        raise ConfigError(
+            f"override: plan_file={config.plan_file!r} gives all layouts, and {also} one of them "
+            f"again; drop one of the two"
+        )
+    config.plan = config_dict.ConfigDict()
 
 
 def _execute(file: str, path: Path) -> Callable[..., Any]:

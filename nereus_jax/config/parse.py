@@ -148,8 +148,8 @@ def parse_value(key: str, value: object, kind: FieldType) -> Any:
     return result
 
 
-def _parse_changes(given: Mapping[Any, Any]) -> dict[int, dict[str, PlanEntry]]:
-    changes: dict[int, dict[str, PlanEntry]] = {}
+def _parse_changes(given: Mapping[Any, Any]) -> dict[int, dict[str, PlanEntry] | str]:
+    changes: dict[int, dict[str, PlanEntry] | str] = {}
     for name, entries in given.items():
         text = str(name)
         if not text.isdecimal():
@@ -163,7 +163,10 @@ def _parse_changes(given: Mapping[Any, Any]) -> dict[int, dict[str, PlanEntry]]:
                 f"plan_changes: step {int(text)} is given twice; put all entries of a step under "
                 f"one key"
             )
-        changes[int(text)] = _parse_plan(_as_mapping(entries, where), where)
+        if isinstance(entries, str):
+            changes[int(text)] = entries
+        else:
+            changes[int(text)] = _parse_plan(_as_mapping(entries, where), where)
     return changes
 
 
@@ -210,7 +213,9 @@ def config_to_json(config: RunConfig) -> dict[str, Any]:
     values = dataclasses.asdict(dataclasses.replace(config, plan={}, plan_changes={}))
     values["plan"] = {name: str(entry) for name, entry in config.plan.items()}
     values["plan_changes"] = {
-        str(step): {name: str(entry) for name, entry in change.items()}
+        str(step): change
+        if isinstance(change, str)
+        else {name: str(entry) for name, entry in change.items()}
         for step, change in config.plan_changes.items()
     }
     return json.loads(json.dumps(values))

@@ -352,6 +352,17 @@ class TransitionConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CalibrationConfig:
+    """What a run learns of its hardware, for predictions of steps and plans."""
+
+    mode: Literal["auto", "on", "off"] = "auto"
+    """Whether efficiencies are learned from measured seconds, and kept in calibration.json; auto:
+    on real devices that have a description, or with `file`."""
+    file: str = ""
+    """calibration.json of another run on the same hardware, to start from; empty: none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One run."""
 
@@ -379,11 +390,15 @@ class RunConfig:
     score: ScoreConfig
     plan: Mapping[str, PlanEntry] = dataclasses.field(default_factory=dict, hash=False)
     """Model-stage -> layout, as given; `resolve_plan` adds the model-stages that fall back."""
-    plan_changes: Mapping[int, Mapping[str, PlanEntry]] = dataclasses.field(
+    plan_file: str = ""
+    """A plan of `nereus plan --out`, or a run's plan.json, in the place of `plan`: every
+    model-stage's devices, microbatches, remat and zero1, and rollout.max_num_seqs."""
+    plan_changes: Mapping[int, Mapping[str, PlanEntry] | str] = dataclasses.field(
         default_factory=dict, hash=False
     )
-    """Step -> entries that replace those of the plan before that step."""
+    """Step -> entries that replace those of the plan before that step, or a plan file."""
     transition: TransitionConfig
+    calibration: CalibrationConfig
     checkpoint: CheckpointConfig
     eval: EvalConfig
     report: ReportConfig

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from nereus_jax.core.errors import InfeasiblePlanError
 from nereus_jax.core.plan import Plan
-from nereus_jax.core.roles import ModelStage
+from nereus_jax.core.roles import ModelStage, Stage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,7 @@ class StageChoice:
 
     Attributes:
       microbatch_size: rows in the layers at a time; GENERATE: rows that a replica decodes at a
-        time.
+        time, 0: all.
       microbatches: of a pipeline flush; 0: all of a replica's.
       remat: the activations of each layer are computed again in the backward pass.
       zero1: the optimizer's state is split over dp.
@@ -81,7 +81,8 @@ def _choice(name: str, entry: Mapping[str, object]) -> StageChoice:
             raise InfeasiblePlanError(
                 f"plan entry {name!r}: {field.name} must be {wanted}, got {value!r}"
             )
-        if not isinstance(value, bool) and value < (1 if field.name == "microbatch_size" else 0):
+        least = field.name == "microbatch_size" and ModelStage.parse(name).stage != Stage.GENERATE
+        if not isinstance(value, bool) and value < least:
             raise InfeasiblePlanError(f"plan entry {name!r}: {field.name} must not be {value}")
         values[field.name] = value
     return StageChoice(**values)  # pyright: ignore[reportArgumentType]

@@ -7,6 +7,7 @@ any model on the same hardware.
 """
 
 import dataclasses
+import importlib.metadata
 import json
 import os
 from collections.abc import Mapping
@@ -72,6 +73,11 @@ class CalibrationError:
             bias={c: float(b) for c, b, w in zip(CLASSES, bias, weight, strict=True) if w > 0},
             count=len(predictions),
         )
+
+
+def software_versions() -> dict[str, str]:
+    """Of what efficiencies depend on beside the hardware."""
+    return {"jax": importlib.metadata.version("jax")}
 
 
 def save_efficiencies(

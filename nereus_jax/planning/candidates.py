@@ -25,6 +25,9 @@ Bools = NDArray[np.bool_]
 SCORE_FLUSH_PER_RANK = 4
 """Microbatches of a SCORE flush per pipeline rank, as the engine has it."""
 
+PREFILL_ROWS = 4
+"""Prompts of a replica that are in the layers at a time in GENERATE."""
+
 MAX_FLUSH_PER_RANK = 8
 """So long a flush of TRAIN has a bubble below 1/9; a longer one only needs memory."""
 
@@ -187,8 +190,9 @@ def shortest_splits(total: int, limit: int) -> tuple[int, ...]:
 def _cuts(rows: int, pp: int, stage: Stage) -> Ints:
     """[N, 3] microbatch_size, microbatches and accumulation for the rows of a replica."""
     if stage is Stage.GENERATE:
-        slots = {-(-rows // (1 << halvings)) for halvings in range(rows.bit_length())}
-        return np.array([(s, 1, 1) for s in sorted(slots) if s >= pp or s == rows], np.int64)
+        halves = {-(-rows // (1 << halvings)) for halvings in range(rows.bit_length())}
+        slots = {whole_groups(s, pp) for s in halves if s >= pp or s == rows}
+        return np.array([(s, 1, 1) for s in sorted(slots)], np.int64)
     sizes = [s for s in divisors(rows) if s <= MAX_MICROBATCH_ROWS]
     if stage is Stage.SCORE:
         pairs = [(s, 1 if pp == 1 else min(SCORE_FLUSH_PER_RANK * pp, rows // s)) for s in sizes]
@@ -199,6 +203,14 @@ def _cuts(rows: int, pp: int, stage: Stage) -> Ints:
         for flush in _flush_sizes(rows // size, pp)
     ]
     return np.array(triples, np.int64)
+
+
+def whole_groups(slots: int, pp: int, prefill_rows: int = PREFILL_ROWS) -> int:
+    """Slots as the engine has them: equal groups for the pipeline ranks, each of whole prefill
+    microbatches."""
+    group = -(-slots // pp)
+    together = min(group, prefill_rows)
+    return pp * together * -(-group // together)
 
 
 def _flush_sizes(total: int, pp: int) -> list[int]:

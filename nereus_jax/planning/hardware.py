@@ -8,6 +8,7 @@ import difflib
 import importlib.resources
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -60,6 +61,27 @@ def load_hardware(
         )
     resource = importlib.resources.files("nereus_jax").joinpath("hardware", f"{name}.json")
     return parse_hardware(json.loads(resource.read_text(encoding="utf-8")), name)
+
+
+def hardware_of_kind(kind: str) -> str:
+    """The name of the description that fits a device best by what its backend calls it.
+
+    All words of a name must be in the kind; of several names the one with most words counts.
+
+    Args:
+      kind: such as "NVIDIA H100 80GB HBM3".
+
+    Raises:
+      ConfigError: no description fits.
+    """
+    words = set(re.findall("[a-z0-9]+", kind.lower()))
+    fitting = [n for n in hardware_names() if n != CPU_EMULATED and words.issuperset(n.split("-"))]
+    if not fitting:
+        raise ConfigError(
+            f"hardware: no description fits {kind!r}; give transition.hardware one of "
+            f"{', '.join(hardware_names())}, or a .json file with its peaks"
+        )
+    return max(fitting, key=lambda name: len(name.split("-")))
 
 
 def _read_file(path: Path) -> Hardware:

@@ -5,7 +5,7 @@
 import numpy as np
 
 from nereus_jax.core.layout import KV
-from nereus_jax.planning.candidates import Ints
+from nereus_jax.planning.candidates import PREFILL_ROWS, Ints
 from nereus_jax.planning.memory_coefficients import Coefficients
 from nereus_jax.planning.memory_state import Floats, floats
 from nereus_jax.planning.memory_terms import (
@@ -15,8 +15,6 @@ from nereus_jax.planning.memory_terms import (
     Terms,
 )
 
-PREFILL_ROWS = 4
-"""Prompts that are in the layers at a time."""
 ROW_NUMBERS = 4
 """Of a row beside its prompt: length, sample, limit, place."""
 RESPONSE_BYTES = 8
@@ -41,7 +39,7 @@ def decode_bytes(terms: Terms, coefficients: Coefficients) -> dict[str, Floats]:
     tokens = terms.workload.max_response_tokens
     responses = floats(rows * tokens * RESPONSE_BYTES)
     return {
-        "inputs": floats(4 * rows * (terms.workload.prompt_lengths.max + ROW_NUMBERS) + 4),
+        "inputs": floats(4 * rows * (terms.workload.prompt_width + ROW_NUMBERS) + 4),
         "results": responses + rows * ROW_RESULT_BYTES,
         "kv_cache": cache * np.where(waiting, 1.0 + c.refilled_cache, 1.0),
         "activations": c.layer_weights * terms.layer_weight_bytes
@@ -56,7 +54,7 @@ def _prefill_bytes(terms: Terms, coefficients: Coefficients, position: Ints) -> 
     rows = np.ones_like(candidates.microbatch_size)
     for size in range(2, PREFILL_ROWS + 1):  # the largest divisor of the slots
         rows = np.where(candidates.microbatch_size % size == 0, size, rows)
-    width = terms.workload.prompt_lengths.max
+    width = terms.workload.prompt_width
     stream = floats(rows * width * model.embed_dim * terms.item)
     softmaxes = rows * terms.heads * min(width, QUERY_BLOCK)
     copies = c.scores + np.where(softmaxes >= MANY_SOFTMAXES, c.many_scores, 0.0)

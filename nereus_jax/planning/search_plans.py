@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from nereus_jax.core.devices import DeviceId
+from nereus_jax.core.execution_plan import ExecutionPlan, StageChoice
 from nereus_jax.core.layout import ParallelLayout
 from nereus_jax.core.plan import Placement, Plan
 from nereus_jax.core.roles import ModelStage, Stage
@@ -70,6 +71,17 @@ class PlannedStage:
         """Of its devices in the pool."""
         return range(self.first_device, self.first_device + self.layout.num_devices)
 
+    @property
+    def choice(self) -> StageChoice:
+        """How it runs on them."""
+        return StageChoice(
+            microbatch_size=self.microbatch_size,
+            microbatches=self.microbatches,
+            remat=self.remat,
+            zero1=self.zero1,
+            parked=self.parked,
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedStep:
@@ -102,18 +114,23 @@ class PlannedStep:
         """What takes longest: a model-stage, and what in it."""
         return f"{self.dominant.model_stage}: {self.dominant.dominant}"
 
-    def plan(self) -> Plan:
-        """As the runtime takes it, on nodes of `devices_per_node`."""
-        node = self.devices_per_node
-        return Plan(
-            placements={
-                s.model_stage: Placement(
-                    layout=s.layout,
-                    devices=tuple(DeviceId(i // node, i % node) for i in s.positions),
-                )
-                for s in self.stages
-            }
-        )
+    def plan(self, devices_per_process: int | None = None) -> ExecutionPlan:
+        """As the runtime takes it.
+
+        Args:
+          devices_per_process: of a run, by whose processes devices are named; None: those of a
+            node.
+        """
+        each = devices_per_process or self.devices_per_node
+        placements = {
+            s.model_stage: Placement(
+                layout=s.layout,
+                devices=tuple(DeviceId(i // each, i % each) for i in s.positions),
+            )
+            for s in self.stages
+        }
+        choices = {s.model_stage: s.choice for s in self.stages}
+        return ExecutionPlan(plan=Plan(placements=placements), choices=choices)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

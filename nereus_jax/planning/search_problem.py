@@ -3,7 +3,6 @@
 """What is to be planned, and the prices of its candidates: seconds and bytes."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 
 import numpy as np
@@ -147,6 +146,43 @@ def with_edges(problem: PlanProblem, stage: ModelStage, memory: StageMemory) -> 
     return memory.with_edge() if any(stage in (e.source, e.target) for e in edges) else memory
 
 
+def stage_cost(problem: PlanProblem, stage: ModelStage, candidates: Candidates) -> StageCost:
+    """The seconds of one call of a model-stage."""
+    p = problem
+    return stage_seconds(
+        p.models[stage.role],
+        p.head(stage),
+        stage,
+        p.workload,
+        p.hardware,
+        p.efficiencies,
+        candidates,
+        dtype=p.compute_dtype,
+    )
+
+
+def weight_edge_s(problem: PlanProblem, stage: ModelStage, candidates: Candidates) -> Floats:
+    """[C] seconds of the weight edge to a model-stage; 0 where there is none."""
+    p = problem
+    if all(edge.target != stage for edge in p.workflow.weight_edges):
+        return np.zeros(len(candidates))
+    model, dtype = p.models[stage.role], p.compute_dtype
+    spent = edge_seconds(
+        1.0 * model.num_params(p.head(stage)) * DTYPE_BYTES[dtype],
+        Prices(hardware=p.hardware, efficiencies=p.efficiencies, dtype=dtype),
+        candidates.pp * candidates.tp,
+        same_node=p.num_devices <= p.hardware.devices_per_node,
+    )
+    return np.broadcast_to(np.asarray(total_s(spent), np.float64), (len(candidates),))
+
+
+def park_s(problem: PlanProblem, stage: ModelStage, held_bytes: Floats) -> Floats:
+    """Once in and, where the bytes have changed, once out; others have a copy to come from."""
+    ways = 2 if stage.stage is Stage.TRAIN else 1
+    host, reached = problem.hardware.host, problem.efficiencies[OperationClass.HOST_COPY]
+    return ways * (host.latency_s + held_bytes / host.bytes_per_s) / reached
+
+
 class Pricer:
     """Prices model-stages; those that do the same with the same model are priced once."""
 
@@ -165,23 +201,16 @@ class Pricer:
             self._priced[key] = self._price(stage, model, head)
         candidates, cost, memory = self._priced[key]
         memory = with_edges(p, stage, memory)
-        edge_s = np.zeros(len(candidates))
-        if any(e.target == stage for e in p.workflow.weight_edges):
-            edge_s = self._edge_s(model, head, candidates)
+        edge_s = weight_edge_s(p, stage, candidates)
         options = StageOptions(
             model_stage=stage,
             candidates=candidates,
             seconds=cost.total_s * p.calls(stage) + edge_s,
             held_bytes=memory.held_bytes,
             working_bytes=memory.working_bytes,
-            park_seconds=self._park_s(memory.held_bytes, stage) if p.park else None,
+            park_seconds=park_s(p, stage, memory.held_bytes) if p.park else None,
         )
         return PricedStage(options=options, cost=cost, edge_s=edge_s, memory=memory)
-
-    @functools.cached_property
-    def _prices(self) -> Prices:
-        p = self._problem
-        return Prices(hardware=p.hardware, efficiencies=p.efficiencies, dtype=p.compute_dtype)
 
     def _price(
         self, stage: ModelStage, model: DecoderConfig, head: Head
@@ -192,31 +221,4 @@ class Pricer:
             self._candidates[key] = stage_candidates(p, stage)
         candidates = self._candidates[key]
         memory = stage_memory(p, stage, candidates)
-        cost = stage_seconds(
-            model,
-            head,
-            stage,
-            p.workload,
-            p.hardware,
-            p.efficiencies,
-            candidates,
-            dtype=p.compute_dtype,
-        )
-        return candidates, cost, memory
-
-    def _edge_s(self, model: DecoderConfig, head: Head, candidates: Candidates) -> Floats:
-        p = self._problem
-        spent = edge_seconds(
-            1.0 * model.num_params(head) * DTYPE_BYTES[p.compute_dtype],
-            self._prices,
-            candidates.pp * candidates.tp,
-            same_node=p.num_devices <= p.hardware.devices_per_node,
-        )
-        return np.broadcast_to(np.asarray(total_s(spent), np.float64), (len(candidates),))
-
-    def _park_s(self, held_bytes: Floats, stage: ModelStage) -> Floats:
-        """Once in and, where the bytes have changed, once out; others have a copy to come from."""
-        p = self._problem
-        ways = 2 if stage.stage is Stage.TRAIN else 1
-        host, reached = p.hardware.host, p.efficiencies[OperationClass.HOST_COPY]
-        return ways * (host.latency_s + held_bytes / host.bytes_per_s) / reached
+        return candidates, stage_cost(p, stage, candidates), memory

@@ -160,7 +160,11 @@ class _Changes:
         plans = self.source, self.target
         layouts = [p[model_stage].layout if model_stage in p else None for p in plans]
         present = [x for x in layouts if x is not None]
-        grouped = state.zero1 and state.optimizer is not None and any(x.dp > 1 for x in present)
+        split = any(
+            zero1 and layout is not None and layout.dp > 1
+            for zero1, layout in zip(state.zero1_ends, layouts, strict=True)
+        )
+        grouped = split and state.optimizer is not None
         meshes = [
             ParallelLayout(x.dp if grouped else 1, x.pp, x.tp).mesh_shape(state.num_kv_heads)
             for x in (layouts[0] or present[0], layouts[1] or present[-1])
@@ -181,11 +185,11 @@ class _Changes:
         self, state: StageState, meshes: Sequence[tuple[int, ...]], grouped: bool
     ) -> tuple[LeafClass, ...]:
         ends: list[list[EmuSpec]] = []
-        for mesh in meshes:
+        for mesh, zero1 in zip(meshes, state.zero1_ends, strict=True):
             specs = [state.parameters]
             if state.optimizer is not None:
                 optimizer = state.optimizer
-                specs.append(optimizer.with_zero(mesh) if grouped else optimizer)
+                specs.append(optimizer.with_zero(mesh) if grouped and zero1 else optimizer)
             ends.append(specs)
         if grouped:
             return leaf_classes(*ends)

@@ -24,6 +24,7 @@ class StageState:
       num_kv_heads: of the model; gives the mesh of a layout.
       zero1: the optimizer's tensors are also split over dp; units cannot be told apart then, and
         all of them move in one Reshard.
+      zero1_after: the same of the new units; None: as before.
       refreshed_by: the model-stage whose weight edge fills this one in every step; None, or one
         that the target does not have: it holds state of its own. With the same placement and leaves
         the two share their arrays.
@@ -36,10 +37,16 @@ class StageState:
     optimizer: EmuSpec | None = None
     num_kv_heads: int = 1
     zero1: bool = False
+    zero1_after: bool | None = None
     refreshed_by: ModelStage | None = None
     recovery: tuple[RecoverySource, ...] = ()
     parked_before: bool = False
     parked_after: bool = False
+
+    @property
+    def zero1_ends(self) -> tuple[bool, bool]:
+        """Whether the optimizer's tensors are split over dp before and after."""
+        return self.zero1, self.zero1 if self.zero1_after is None else self.zero1_after
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

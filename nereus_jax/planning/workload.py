@@ -190,6 +190,7 @@ class Workload:
       max_response_tokens: where a response is cut off; the width of the engines' arrays.
       minibatch_size: rows of an optimizer's update.
       epochs: passes of TRAIN over the rows.
+      max_prompt_tokens: where a prompt is cut off; 0: at the longest of `prompt_lengths`.
     """
 
     prompts: int
@@ -199,6 +200,7 @@ class Workload:
     max_response_tokens: int
     minibatch_size: int
     epochs: int = 1
+    max_prompt_tokens: int = 0
 
     def __post_init__(self) -> None:
         names = ("prompts", "samples_per_prompt", "max_response_tokens", "minibatch_size", "epochs")
@@ -210,6 +212,11 @@ class Workload:
                 f"workload: responses of {self.response_lengths.max} tokens exceed "
                 f"max_response_tokens {self.max_response_tokens}; raise it or cut the histogram"
             )
+        if self.max_prompt_tokens and self.prompt_lengths.max > self.max_prompt_tokens:
+            raise ConfigError(
+                f"workload: prompts of {self.prompt_lengths.max} tokens exceed max_prompt_tokens "
+                f"{self.max_prompt_tokens}; raise it or cut the histogram"
+            )
 
     @property
     def rows(self) -> int:
@@ -217,9 +224,14 @@ class Workload:
         return self.prompts * self.samples_per_prompt
 
     @property
+    def prompt_width(self) -> int:
+        """Columns of the prompts in the engines' arrays."""
+        return self.max_prompt_tokens or self.prompt_lengths.max
+
+    @property
     def row_tokens(self) -> int:
         """Columns of the engines' arrays: the longest prompt and the longest response."""
-        return self.prompt_lengths.max + self.max_response_tokens
+        return self.prompt_width + self.max_response_tokens
 
     @property
     def mean_row_tokens(self) -> float:

@@ -44,42 +44,24 @@ def raise_infeasible(shortage: Shortage) -> None:
     raise InfeasiblePlanError(infeasible_reason(shortage))
 
 
-def plan_entry(stage: PlannedStage, devices_per_node: int) -> dict[str, Any]:
-    """A model-stage of a plan file: what `Plan.from_json` reads, and how it is run."""
-    node = devices_per_node
-    return {
-        "dp": stage.layout.dp,
-        "pp": stage.layout.pp,
-        "tp": stage.layout.tp,
-        "devices": [f"{i // node}:{i % node}" for i in stage.positions],
-        "microbatch_size": stage.microbatch_size,
-        "microbatches": stage.microbatches,
-        "accumulation": stage.accumulation,
-        "remat": stage.remat,
-        "zero1": stage.zero1,
-        "park": stage.parked,
-    }
-
-
-def plan_file(step: PlannedStep) -> dict[str, Any]:
-    """The content of a plan.json."""
-    return {str(s.model_stage): plan_entry(s, step.devices_per_node) for s in step.stages}
-
-
-def plans_json(problem: PlanProblem, found: PlanSearch) -> dict[str, Any]:
-    """What `nereus plan --json` prints."""
+def plans_json(
+    problem: PlanProblem, found: PlanSearch, devices_per_process: int | None = None
+) -> dict[str, Any]:
+    """What `nereus plan --json` prints; devices are named as in `PlannedStep.plan`."""
     shortage = found.shortage
     return {
-        "plans": [_plan_json(problem, step) for step in found.plans],
+        "plans": [_plan_json(problem, step, devices_per_process) for step in found.plans],
         "infeasible_reason": None if shortage is None else infeasible_reason(shortage),
         "min_devices": min_devices(problem) if shortage is None else shortage.min_devices,
         "modelled": True,
     }
 
 
-def _plan_json(problem: PlanProblem, step: PlannedStep) -> dict[str, Any]:
+def _plan_json(
+    problem: PlanProblem, step: PlannedStep, devices_per_process: int | None
+) -> dict[str, Any]:
     return {
-        "plan": plan_file(step),
+        "plan": step.plan(devices_per_process).to_json(),
         "step_s": step.step_s,
         "stage_s": {str(s.model_stage): s.seconds for s in step.stages},
         "peak_memory_bytes": step.peak_memory_bytes,
@@ -122,12 +104,11 @@ def plans_text(problem: PlanProblem, found: PlanSearch) -> str:
     if len(found.plans) > 1:
         lines += ["", "the next plans change one thing:"]
         lines += [f"  {_why_slower(best, other)}" for other in found.plans[1:]]
-    lines += ["", "to run it:"]
+    lines += ["", "to run it: write it with --out=plan.json and train with"]
+    lines += ["  --config.plan_file=plan.json", "or nearly so, with one choice for all, with"]
     lines += [f"  --config.{key}={value}" for key, value in config_overrides(best).items()]
     if any(stage.parked for stage in best.stages):
-        lines.append(
-            "  (without parking, which `nereus train` does not do yet; plan with --no-park)"
-        )
+        lines.append("  (without parking, which `nereus train` cannot do yet; plan with --no-park)")
     return "\n".join(lines) + "\n"
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax
 
-from nereus_jax.config import RunConfig, fit_plans
+from nereus_jax.config import RunConfig, fit_plan_files, fit_plans
 from nereus_jax.core.errors import DataError
 from nereus_jax.runtime.faults import watch_processes
 from nereus_jax.runtime.membership import DistributedConfig
@@ -46,7 +46,9 @@ def run_train(
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     world = form_world(distributed, config.emulated_devices)
     if fit_plan:
-        config, replaced = fit_plans(config, len(world.pool))
+        config, replaced = fit_plan_files(config, world.pool)
+        config, more = fit_plans(config, len(world.pool))
+        replaced += more
         if world.is_main:
             print(*(f"nereus: {line}\n" for line in replaced), sep="", end="", file=sys.stderr)
     if dry_run:

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from nereus_jax.core.architectures import Head
 from nereus_jax.core.devices import DeviceId
-from nereus_jax.core.roles import ModelStage
+from nereus_jax.core.execution_plan import StageChoice
+from nereus_jax.core.roles import ModelStage, Stage
 from nereus_jax.trainer.compilation import compile_programs
 from nereus_jax.trainer.footprint import (
     StageBytes,
@@ -16,7 +17,7 @@ from nereus_jax.trainer.footprint import (
 )
 from nereus_jax.trainer.job import Job
 
-COLUMNS = "{:<17} {:<17} {:<14} {:>12} {:>12} {:>12}"
+COLUMNS = "{:<17} {:<17} {:<14} {:>12} {:>12} {:>12}  {}"
 
 
 def dry_run(job: Job) -> None:
@@ -46,11 +47,13 @@ def _report(job: Job, stages: Mapping[ModelStage, StageBytes]) -> None:
         f"batch: {config.rollout.batch_size} prompts of up to {config.data.max_prompt_length} "
         f"tokens, {config.rollout.samples_per_prompt} responses to each of up to "
         f"{config.rollout.max_response_length}; minibatches of "
-        f"{config.algorithm.minibatch_size} rows, microbatches of {config.train.microbatch_size}"
+        f"{config.algorithm.minibatch_size} rows"
     )
     print("\nbytes on each device of a model-stage (padding included):")
     print(
-        COLUMNS.format("model-stage", "layout", "devices", "parameters", "optimizer", "temporaries")
+        COLUMNS.format(
+            "model-stage", "layout", "devices", "parameters", "optimizer", "temporaries", "how"
+        )
     )
     for stage, need in stages.items():
         placement = job.plan[stage]
@@ -62,6 +65,7 @@ def _report(job: Job, stages: Mapping[ModelStage, StageBytes]) -> None:
                 gib(need.parameters) if need.parameters else "shared",
                 gib(need.optimizer),
                 gib(need.temporaries),
+                _how(stage, job.execution.choices[stage]),
             )
         )
     needs = device_bytes(job, stages)
@@ -76,6 +80,17 @@ def _report(job: Job, stages: Mapping[ModelStage, StageBytes]) -> None:
             f"{gib(host_memory_bytes())} host memory"
         )
     print(f"compiled {len(job.programs.items())} programs in {job.compile_cost['exposed']:.1f} s")
+
+
+def _how(stage: ModelStage, choice: StageChoice) -> str:
+    """A choice in words."""
+    if stage.stage is Stage.GENERATE:
+        return f"{choice.microbatch_size or 'all'} rows at a time"
+    parts = [f"microbatches of {choice.microbatch_size}"]
+    parts += [f"flushes of {choice.microbatches}"] if choice.microbatches > 1 else []
+    parts += ["recomputed"] if choice.remat else []
+    parts += ["ZeRO-1"] if choice.zero1 else []
+    return ", ".join(parts)
 
 
 def _shown(devices: Sequence[DeviceId]) -> str:

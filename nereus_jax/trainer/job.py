@@ -8,21 +8,13 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from nereus_jax.config import (
-    OptimizerConfig,
-    PlanEntry,
-    RunConfig,
-    check_plan_against_devices,
-    check_plan_against_model,
-    find_data_files,
-    resolve_plan,
-)
+from nereus_jax.config import OptimizerConfig, RunConfig, find_data_files
 from nereus_jax.core import workflow
 from nereus_jax.core.architectures import DecoderConfig, Head
 from nereus_jax.core.emu_spec import EmuSpec
 from nereus_jax.core.errors import ConfigError, DataError
-from nereus_jax.core.layout import ParallelLayout
-from nereus_jax.core.plan import Placement, Plan
+from nereus_jax.core.execution_plan import ExecutionPlan, StageChoice
+from nereus_jax.core.plan import Plan
 from nereus_jax.core.presets import preset
 from nereus_jax.core.roles import (
     ACTOR_GENERATE,
@@ -57,6 +49,7 @@ from nereus_jax.runtime.programs import ProgramCache
 from nereus_jax.runtime.transfers import Transfer
 from nereus_jax.runtime.world import World
 from nereus_jax.trainer.edges import edge_temp_bytes, make_transfer
+from nereus_jax.trainer.plans import PlanMaker, make_workflow, old_logprobs_mode, prefill_rows
 
 TASK_PREFIX = "task:"
 GREEDY = 0.0
@@ -83,7 +76,7 @@ class Job:
     config: RunConfig
     inputs: Inputs
     world: World
-    plan: Plan
+    execution: ExecutionPlan
     workflow: workflow.Workflow
     sites: Mapping[ModelStage, Site]
     programs: ProgramCache
@@ -92,6 +85,11 @@ class Job:
     trains: Mapping[ModelStage, TrainEngine]
     edges: Mapping[ModelStage, Transfer]
     """Target of a weight edge -> the transfer that serves it."""
+
+    @property
+    def plan(self) -> Plan:
+        """Where the model-stages live."""
+        return self.execution.plan
 
     @property
     def largest_temp_bytes(self) -> int:
@@ -136,14 +134,6 @@ class Job:
             pad_id=self.inputs.tokenizer.pad_id,
             max_tokens=rollout.max_response_length,
         )
-
-
-def old_logprobs_mode(config: RunConfig) -> str:
-    """Where the old log-probabilities come from, `auto` resolved by the compute dtype."""
-    mode = config.algorithm.old_logprobs
-    if mode != "auto":
-        return mode
-    return "rollout" if config.model.compute_dtype == "float32" else "recompute"
 
 
 def read_inputs(config: RunConfig) -> Inputs:
@@ -271,52 +261,10 @@ def _stop_ids(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def make_plan(
-    config: RunConfig,
-    inputs: Inputs,
-    world: World,
-    entries: Mapping[str, PlanEntry],
-    section: str = "plan",
-) -> Plan:
-    """The placements of the model-stages that the workflow has.
-
-    Args:
-      config: of the run.
-      inputs: of the run.
-      world: its devices.
-      entries: the layout of every model-stage.
-      section: of the configuration, where they come from; for errors.
-
-    Raises:
-      ConfigError, InfeasiblePlanError: a layout that the devices or the model cannot take.
-    """
-    check_plan_against_devices(entries, len(world.pool), section)
-    own = {name: e for name, e in entries.items() if name != str(REWARD_SCORE)}
-    check_plan_against_model(own, inputs.model.num_heads, inputs.model.num_layers, section)
-    if inputs.reward_model is not None:
-        reward = {str(REWARD_SCORE): entries[str(REWARD_SCORE)]}
-        check_plan_against_model(
-            reward, inputs.reward_model.num_heads, inputs.reward_model.num_layers, section
-        )
-    wanted = set(make_workflow(config).model_stages)
-    placements = {
-        ModelStage.parse(name): Placement(
-            layout=ParallelLayout(entry.dp, entry.pp, entry.tp),
-            devices=tuple(world.pool.devices[i] for i in entry.positions),
-        )
-        for name, entry in entries.items()
-        if ModelStage.parse(name) in wanted
-    }
-    return Plan(placements=placements)
-
-
-def make_workflow(config: RunConfig) -> workflow.Workflow:
-    """The workflow of the configured algorithm."""
-    return workflow.policy_gradient(
-        config.algorithm.name,
-        reward_model=bool(config.reward.model_path),
-        reference=config.algorithm.kl.place != "none",
-        recompute_old_logprobs=old_logprobs_mode(config) != "rollout",
+def plan_maker(config: RunConfig, inputs: Inputs, world: World) -> PlanMaker:
+    """What makes the plans of a run on these devices."""
+    return PlanMaker(
+        config=config, model=inputs.model, reward_model=inputs.reward_model, pool=world.pool
     )
 
 
@@ -324,7 +272,7 @@ def make_job(
     config: RunConfig,
     inputs: Inputs,
     world: World,
-    plan: Plan | None = None,
+    execution: ExecutionPlan | None = None,
     programs: ProgramCache | None = None,
 ) -> Job:
     """Puts a run together on these devices.
@@ -333,17 +281,24 @@ def make_job(
       config: of the run.
       inputs: of the run.
       world: its devices.
-      plan: where the model-stages live; None: as the configuration says at the start.
+      execution: where the model-stages live, and how they run; None: as the configuration says at
+        the start.
       programs: compiled before, under this plan or others; None: none.
     """
-    if plan is None:
-        plan = make_plan(config, inputs, world, resolve_plan(config))
+    if execution is None:
+        execution = plan_maker(config, inputs, world).first()
     programs = ProgramCache() if programs is None else programs
     sites = {
         stage: make_site(world, stage, placement, _decoder(inputs, stage).num_kv_heads)
-        for stage, placement in plan.placements.items()
+        for stage, placement in execution.plan.placements.items()
     }
-    builder = _EngineBuilder(config=config, inputs=inputs, sites=sites, programs=programs)
+    builder = _EngineBuilder(
+        config=config,
+        inputs=inputs,
+        sites=sites,
+        choices=execution.choices,
+        programs=programs,
+    )
     objectives = {
         ACTOR_TRAIN: builder.policy_objective(),
         CRITIC_TRAIN: ValueObjective(value_clip=config.algorithm.value_clip),
@@ -358,7 +313,7 @@ def make_job(
         config=config,
         inputs=inputs,
         world=world,
-        plan=plan,
+        execution=execution,
         workflow=graph,
         sites=sites,
         programs=programs,
@@ -387,7 +342,11 @@ def make_warmup_engine(job: Job) -> TrainEngine:
     warmup = job.config.warmup
     optimizer = OptimizerConfig(learning_rate=warmup.learning_rate)
     return _EngineBuilder(
-        config=job.config, inputs=job.inputs, sites=job.sites, programs=job.programs
+        config=job.config,
+        inputs=job.inputs,
+        sites=job.sites,
+        choices=job.execution.choices,
+        programs=job.programs,
     ).train(ACTOR_TRAIN, SupervisedObjective(), warmup.num_steps, optimizer)
 
 
@@ -415,16 +374,18 @@ class _EngineBuilder:
     config: RunConfig
     inputs: Inputs
     sites: Mapping[ModelStage, Site]
+    choices: Mapping[ModelStage, StageChoice]
     programs: ProgramCache
 
     def generate(self) -> GenerateEngine:
+        site, choice = self.sites[ACTOR_GENERATE], self.choices[ACTOR_GENERATE]
         return GenerateEngine(
             config=self.inputs.model,
-            site=self.sites[ACTOR_GENERATE],
+            site=site,
             dtype=self.config.model.compute_dtype,
-            prefill_rows=self.config.score.microbatch_size or self.config.train.microbatch_size,
+            prefill_rows=prefill_rows(self.config, site.placement.layout, choice),
             precision=self.config.model.matmul_precision,
-            max_num_seqs=self.config.rollout.max_num_seqs,
+            max_num_seqs=choice.microbatch_size,
             kv_cache_tokens=self.config.rollout.kv_cache_tokens,
             kv_page_tokens=self.config.rollout.kv_page_tokens,
             unroll=self.config.rollout.unroll_layers,
@@ -440,7 +401,7 @@ class _EngineBuilder:
             site=self.sites[stage],
             dtype=config.model.compute_dtype,
             precision=config.model.matmul_precision,
-            microbatch_size=config.score.microbatch_size or config.train.microbatch_size,
+            microbatch_size=self.choices[stage].microbatch_size,
             temperature=config.rollout.temperature,
             token_chunk=config.score.token_chunk,
             programs=self.programs,
@@ -462,7 +423,7 @@ class _EngineBuilder:
         updates: int,
         optimizer: OptimizerConfig | None = None,
     ) -> TrainEngine:
-        config = self.config
+        config, choice = self.config, self.choices[stage]
         if optimizer is None:
             actor = stage.role is Role.ACTOR
             optimizer = config.actor_optimizer if actor else config.critic_optimizer
@@ -473,10 +434,10 @@ class _EngineBuilder:
             param_dtype=config.model.param_dtype,
             compute_dtype=config.model.compute_dtype,
             precision=config.model.matmul_precision,
-            microbatch_size=config.train.microbatch_size,
-            flush_microbatches=config.train.pipeline_microbatches,
-            remat=config.train.remat == "layer",
-            zero1=config.train.zero1,
+            microbatch_size=choice.microbatch_size,
+            flush_microbatches=choice.microbatches,
+            remat=choice.remat,
+            zero1=choice.zero1,
             unroll=config.train.unroll_layers,
             temperature=config.rollout.temperature,
             token_chunk=config.score.token_chunk,

@@ -21,6 +21,7 @@ from nereus_jax.runtime import host
 from nereus_jax.runtime.checkpoint_files import CHECKPOINTS, check_directory, finished_steps
 from nereus_jax.runtime.faults import check_devices, watch
 from nereus_jax.runtime.world import World
+from nereus_jax.trainer.calibration import make_calibration, step_facts
 from nereus_jax.trainer.compilation import compile_programs
 from nereus_jax.trainer.evaluation import evaluate
 from nereus_jax.trainer.footprint import check_memory, stage_bytes
@@ -64,8 +65,14 @@ def train(config: RunConfig, inputs: Inputs, world: World, workdir: Path) -> Non
         check_recording(config, max(steps, default=0))
         jobs = scheduled_jobs(job)
     schedule = make_schedule(job, jobs)
+    calibration, told = make_calibration(job, schedule.hardware)
     with open_session(job, schedule, workdir) as (session, resumed_from):
         job = session.job
+        if calibration is not None and resumed_from is not None:
+            calibration, told = calibration.resumed(workdir)
+        session.calibration = calibration
+        if told:
+            session.outputs.message(told)
         start_s = time.perf_counter()
         compile_programs(job, warmup=resumed_from is None)
         with host.together():
@@ -159,6 +166,9 @@ def _one_step(session: Session, state: JobState) -> None:
         live_bytes=live_bytes,
         edge_spans=edge_spans,
     )
+    if session.calibration is not None:
+        session.calibration, predicted = session.calibration.after(step_facts(job, result))
+        row |= predicted
     with writing(session):
         if job.config.rollout.record and job.world.is_main:
             result.values["rollout"].save(rollout_file(session.workdir / ROLLOUTS, counters.step))

@@ -10,7 +10,7 @@ from typing import Any
 
 from nereus_jax.config import RunConfig, config_to_json
 from nereus_jax.core.errors import ConfigError, StorageError
-from nereus_jax.core.plan import Plan
+from nereus_jax.core.execution_plan import ExecutionPlan
 from nereus_jax.core.timeline import Span
 from nereus_jax.report.jsonl import JsonlWriter, samples_writer
 from nereus_jax.report.metrics import MetricsWriter
@@ -69,7 +69,7 @@ class Outputs:
     Args:
       workdir: where the files go.
       config: of the run.
-      plan: of the run.
+      plan: that holds, and how its model-stages run.
       keep_through: last step whose rows stay in the logs; None empties them.
       enabled: whether this process writes at all.
     """
@@ -78,7 +78,7 @@ class Outputs:
         self,
         workdir: Path,
         config: RunConfig,
-        plan: Plan,
+        plan: ExecutionPlan,
         *,
         keep_through: int | None,
         enabled: bool,
@@ -121,7 +121,9 @@ class Outputs:
         if self._progress is not None:
             self._progress.step(row)
 
-    def transition(self, row: Mapping[str, Any], spans: Iterable[Span], plan: Plan) -> None:
+    def transition(
+        self, row: Mapping[str, Any], spans: Iterable[Span], plan: ExecutionPlan
+    ) -> None:
         """Writes a change of plan that was made."""
         if self._metrics is None or self._timeline is None:
             return

@@ -19,7 +19,12 @@ from nereus_jax.core.hardware import Hardware
 from nereus_jax.core.roles import ModelStage
 from nereus_jax.core.timeline import Span
 from nereus_jax.core.transition import RecoverySource, TransitionGraph, Way, placed_units
-from nereus_jax.planning.hardware import CPU_EMULATED, load_hardware, parse_hardware
+from nereus_jax.planning.hardware import (
+    CPU_EMULATED,
+    hardware_of_kind,
+    load_hardware,
+    parse_hardware,
+)
 from nereus_jax.planning.transition_graph import plan_transition
 from nereus_jax.planning.transition_inputs import MOVING_WAYS, StageState, TransitionBudget
 from nereus_jax.runtime import host
@@ -137,9 +142,9 @@ def live_hardware(job: Job) -> Hardware:
     """
     name = job.config.transition.hardware
     if not name:
-        kind = job.world.pool.kind.lower()
-        emulated = job.config.emulated_devices or "cpu" in kind
-        name = CPU_EMULATED if emulated else kind.split()[-1]
+        kind = job.world.pool.kind
+        emulated = job.config.emulated_devices or "cpu" in kind.lower()
+        name = CPU_EMULATED if emulated else hardware_of_kind(kind)
     if name != CPU_EMULATED:
         return load_hardware(name)
     measured = ""
@@ -149,8 +154,13 @@ def live_hardware(job: Job) -> Hardware:
     return parse_hardware(json.loads(host.broadcast_text(measured)), CPU_EMULATED)
 
 
-def stage_states(job: Job) -> dict[ModelStage, StageState]:
-    """What the units of every model-stage consist of."""
+def stage_states(job: Job, new: Job | None = None) -> dict[ModelStage, StageState]:
+    """What the units of every model-stage consist of.
+
+    Args:
+      job: as it is.
+      new: as it is to be; None: the same.
+    """
     origins = {edge.target: edge.source for edge in job.workflow.weight_edges}
     states: dict[ModelStage, StageState] = {}
     for stage in job.sites:
@@ -162,6 +172,7 @@ def stage_states(job: Job) -> dict[ModelStage, StageState]:
                 optimizer=optimizer_leaves(engine, engine.spec),
                 num_kv_heads=kv_heads,
                 zero1=engine.zero1,
+                zero1_after=new.trains[stage].zero1 if new is not None else None,
             )
         else:
             frozen = stage not in origins
@@ -200,7 +211,7 @@ def plan_change(
         capacity_bytes=capacity, ways=WAYS[config.transition.way], buffer_bytes=0
     )
     graph = plan_transition(
-        stage_states(old), old.plan, new.plan, hardware=hardware, budget=budget, lost=gone
+        stage_states(old, new), old.plan, new.plan, hardware=hardware, budget=budget, lost=gone
     )
     stateful = state_stages(old)
     transfers = {

@@ -3,7 +3,6 @@
 import argparse
 import difflib
 import importlib
-import importlib.metadata
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from nereus_jax.core.presets import PRESETS
 from nereus_jax.core.roles import Role
 from nereus_jax.core.workflow import ALGORITHMS, policy_gradient
 from nereus_jax.planning.calibration import Efficiencies
-from nereus_jax.planning.calibration_record import load_efficiencies
+from nereus_jax.planning.calibration_record import load_efficiencies, software_versions
 from nereus_jax.planning.hardware import CPU_EMULATED, load_hardware
 from nereus_jax.planning.memory import MemoryModel
 from nereus_jax.planning.memory_coefficients import COEFFICIENTS
@@ -24,7 +23,6 @@ from nereus_jax.planning.search_plans import find_plans
 from nereus_jax.planning.search_problem import PlanProblem
 from nereus_jax.planning.workload import LengthHistogram, Workload
 from nereus_jax.report.plan_report import (
-    plan_file,
     plans_json,
     plans_text,
     raise_infeasible,
@@ -63,7 +61,18 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-park", action="store_true", help="no model-stage waits in the host's memory")
     add("--top", type=int, default=5, metavar="K", help="plans that are shown; default 5")
     add("--json", action="store_true", help="print JSON")
-    add("--out", type=Path, metavar="FILE", help="write the best plan's plan.json")
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the best plan, for `nereus train --config.plan_file=FILE`",
+    )
+    add(
+        "--devices-per-process",
+        type=int,
+        metavar="N",
+        help="of the run that takes the plan file, which names devices by them; default: a node's",
+    )
     add(
         "--verify",
         choices=("compile",),
@@ -84,16 +93,19 @@ def run_plan(arguments: argparse.Namespace, model: Callable[[str], DecoderConfig
     """
     if arguments.top < 1:
         raise ConfigError(f"--top must be at least 1, got {arguments.top}")
+    each: int | None = arguments.devices_per_process
+    if each is not None and each < 1:
+        raise ConfigError(f"--devices-per-process must be at least 1, got {each}")
     problem = make_problem(arguments, model)
     found = find_plans(problem, arguments.top, APART)
     if arguments.json:
-        print(json.dumps(plans_json(problem, found), indent=1))
+        print(json.dumps(plans_json(problem, found, each), indent=1))
     if found.shortage is not None:
         raise_infeasible(found.shortage)
     if not arguments.json:
         print(plans_text(problem, found), end="")
     if arguments.out:
-        _write(arguments.out, json.dumps(plan_file(found.plans[0]), indent=1) + "\n")
+        _write(arguments.out, json.dumps(found.plans[0].plan(each).to_json(), indent=1) + "\n")
     if arguments.verify:
         verify = importlib.import_module("nereus_jax.trainer.verify_plan")
         print("\n" + verification_text(verify.verify_step(problem, found.plans[0])), end="")
@@ -179,8 +191,7 @@ def _lengths(flag: str, text: str) -> LengthHistogram:
 def _efficiencies(path: Path | None, hardware: Hardware) -> Efficiencies:
     if path is None:
         return Efficiencies.prior()
-    versions = {"jax": importlib.metadata.version("jax")}
-    return load_efficiencies(path.expanduser(), hardware.name, versions)
+    return load_efficiencies(path.expanduser(), hardware.name, software_versions())
 
 
 def _write(path: Path, text: str) -> None:

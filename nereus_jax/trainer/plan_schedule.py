@@ -2,14 +2,13 @@
 
 import dataclasses
 
-from nereus_jax.config import plans_by_step
 from nereus_jax.core.devices import DeviceId
 from nereus_jax.core.errors import InfeasiblePlanError
 from nereus_jax.core.hardware import Hardware
 from nereus_jax.runtime.compile_queue import CompileQueue
 from nereus_jax.trainer.compilation import compile_ahead
 from nereus_jax.trainer.footprint import check_memory, stage_bytes
-from nereus_jax.trainer.job import Job, make_job, make_plan
+from nereus_jax.trainer.job import Job, make_job, plan_maker
 from nereus_jax.trainer.plan_change import PlanChange, live_hardware, plan_change
 
 
@@ -42,7 +41,7 @@ class PlanSchedule:
         dropped: list[str] = []
         for coming in sorted(self.jobs):
             new = self.jobs[coming]
-            if coming < step or new.plan == job.plan or self.hardware is None:
+            if coming < step or new.execution == job.execution or self.hardware is None:
                 continue
             try:
                 self.prepared = plan_change(job, new, self.hardware)
@@ -94,10 +93,9 @@ def scheduled_jobs(job: Job) -> dict[int, Job]:
     """
     config, world = job.config, job.world
     jobs: dict[int, Job] = {}
-    for step, entries in plans_by_step(config).items():
+    for step, execution in plan_maker(config, job.inputs, world).later().items():
         try:
-            plan = make_plan(config, job.inputs, world, entries, f"plan_changes.{step}")
-            jobs[step] = make_job(config, job.inputs, world, plan, job.programs)
+            jobs[step] = make_job(config, job.inputs, world, execution, job.programs)
             check_memory(jobs[step], stage_bytes(jobs[step]))
         except InfeasiblePlanError as error:
             raise InfeasiblePlanError(f"plan_changes.{step}: {error}") from None

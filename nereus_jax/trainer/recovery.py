@@ -120,7 +120,7 @@ def _commit(session: Session, state: JobState, change: PlanChange, changed: Chan
     state.views.look(change.new.world, state.arrays())
     session.job = change.new
     with writing(session):
-        session.outputs.transition(changed.row, changed.spans, change.new.plan)
+        session.outputs.transition(changed.row, changed.spans, change.new.execution)
 
 
 def _take_over(state: JobState, other: JobState) -> None:
@@ -166,11 +166,10 @@ def _has_whole(change: PlanChange, units: UnitsByStage, stage: ModelStage) -> bo
     Under ZeRO-1 each holds a part of the optimizer's tensors.
     """
     held = units.get(stage, {})
-    if stage not in change.new.trains or not change.new.trains[stage].zero1:
+    jobs = change.old, change.new
+    if not any(stage in job.trains and job.trains[stage].zero1 for job in jobs):
         return bool(held)
-    return any(
-        held.keys() == set(placed_units(stage, job.plan[stage])) for job in (change.old, change.new)
-    )
+    return any(held.keys() == set(placed_units(stage, job.plan[stage])) for job in jobs)
 
 
 def _go_back(session: Session, state: JobState, job: Job, reason: Exception) -> None:
@@ -209,7 +208,8 @@ def _without(session: Session, state: JobState, error: DevicesLostError) -> None
     session.outputs.message(
         f"{error}; going on with {len(world.pool)} of {len(job.world.pool)} devices"
     )
-    new = make_job(job.config, job.inputs, world, plan, job.programs)
+    execution = dataclasses.replace(job.execution, plan=plan)
+    new = make_job(job.config, job.inputs, world, execution, job.programs)
     first_open = session.schedule.first_open(state.counters.step)
     for step in session.schedule.drop(lost):
         session.outputs.message(f"plan_changes.{step} is dropped: it needs devices that are lost")
@@ -285,7 +285,8 @@ def job_of_units(
             layout=ParallelLayout(len(chosen[stage]), first.pp, first.tp),
             devices=tuple(d for u in chosen[stage] for d in u.unit.devices),
         )
-    between = make_job(job.config, job.inputs, job.world, Plan(placements=placements), job.programs)
+    execution = dataclasses.replace(job.execution, plan=Plan(placements=placements))
+    between = make_job(job.config, job.inputs, job.world, execution, job.programs)
     state = JobState(counters=before.counters, trained={}, frozen={})
     frozen = {}
     for stage, group in chosen.items():

@@ -16,6 +16,7 @@ from nereus_jax.runtime.checkpoints import CheckpointStore
 from nereus_jax.runtime.emu import ElasticModelUnit, group_site, units_of
 from nereus_jax.runtime.engines.train import TrainState
 from nereus_jax.runtime.transitions import Batch
+from nereus_jax.trainer.calibration import Calibration
 from nereus_jax.trainer.job import Job
 from nereus_jax.trainer.outputs import Outputs
 from nereus_jax.trainer.plan_schedule import PlanSchedule, first_job
@@ -44,6 +45,7 @@ class Session:
       outputs: files and progress.
       evaluated_step: of the last evaluation.
       observe: called before each batch of operations of a transition.
+      calibration: what has been learned of the hardware; None: nothing is, or another process does.
     """
 
     job: Job
@@ -53,6 +55,7 @@ class Session:
     outputs: Outputs
     evaluated_step: int = -1
     observe: Callable[[Batch], None] | None = None
+    calibration: Calibration | None = None
 
 
 @contextmanager
@@ -94,7 +97,7 @@ def _open_outputs(job: Job, workdir: Path, step: int | None) -> Outputs:
         return Outputs(
             workdir,
             job.config,
-            job.plan,
+            job.execution,
             keep_through=None if step is None else step - 1,
             enabled=job.world.is_main,
         )
@@ -214,10 +217,13 @@ def save(session: Session, state: JobState) -> None:
     if session.store.latest_step() != step:
         meta = {
             "counters": state.counters.to_json(),
-            "plan": session.job.plan.to_json(),
+            "plan": session.job.execution.to_json(),
             "data": _data_identity(session.job),
         }
         session.store.save(step, state.checkpointed(), meta)
+    with writing(session):
+        if session.calibration is not None:
+            session.calibration.save(session.workdir)
 
 
 def last_good(session: Session) -> str:

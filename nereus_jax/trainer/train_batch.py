@@ -26,7 +26,8 @@ from nereus_jax.rl.advantages import (
 from nereus_jax.rl.losses import truncated_importance
 from nereus_jax.rl.rollout import Rollout
 from nereus_jax.runtime import host
-from nereus_jax.trainer.job import Job, old_logprobs_mode
+from nereus_jax.trainer.job import Job
+from nereus_jax.trainer.plans import old_logprobs_mode
 from nereus_jax.trainer.state import Counters
 
 

@@ -119,9 +119,9 @@ def test_score_takes_any_dp_that_makes_replicas_smaller():
     assert not some.remat.any() and not some.zero1.any()
 
 
-def test_generate_decodes_all_rows_at_a_time_or_halves_of_them():
+def test_generate_decodes_all_rows_at_a_time_or_halves_of_them_in_whole_groups():
     some = found(ACTOR_GENERATE, 1)
-    assert sorted(some.microbatch_size) == [2, 3, 6, 12, 24]
+    assert sorted(some.microbatch_size) == [2, 3, 8, 12, 24]  # 6 are prefilled as two times 4
     assert (some.accumulation == 1).all() and (some.microbatches == 1).all()
 
 

@@ -11,6 +11,7 @@ from nereus_jax.core.errors import ConfigError
 from nereus_jax.planning.hardware import (
     CPU_EMULATED,
     hardware_names,
+    hardware_of_kind,
     load_hardware,
     parse_hardware,
 )
@@ -119,3 +120,26 @@ def test_this_machine_is_measured_in_time() -> None:
     assert 1e7 < hardware.memory_bytes_per_s < 1e13
     with pytest.raises(ConfigError, match="at least 1 device, got 0"):
         load_hardware(CPU_EMULATED, emulated_devices=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("Tesla V100-SXM2-16GB", "v100-16gb"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA L40S", "l40s"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_a_device_finds_its_description(kind: str, name: str) -> None:
+    assert hardware_of_kind(kind) == name
+
+
+def test_a_device_without_a_description() -> None:
+    with pytest.raises(ConfigError, match=r"'NVIDIA H1000'.*transition\.hardware"):
+        hardware_of_kind("NVIDIA H1000")

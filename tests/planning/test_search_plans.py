@@ -74,7 +74,7 @@ def test_plans_can_be_placed(case):
     job, plans = case
     pool = DevicePool.uniform(-(-job.num_devices // 8), 8)
     for planned in plans:
-        plan = planned.plan()
+        plan = planned.plan().plan
         plan.check_pool(pool)
         assert set(plan.placements) == set(job.workflow.model_stages)
         for stage, placement in plan.placements.items():

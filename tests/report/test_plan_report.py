@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nereus_jax.core.plan import Plan
+from nereus_jax.core.execution_plan import ExecutionPlan
 from nereus_jax.core.presets import preset
 from nereus_jax.core.roles import ACTOR_TRAIN, Role
 from nereus_jax.core.workflow import policy_gradient
@@ -16,7 +16,6 @@ from nereus_jax.planning.workload import LengthHistogram, Workload
 from nereus_jax.report.plan_report import (
     gib,
     infeasible_reason,
-    plan_file,
     plans_json,
     plans_text,
     verification_text,
@@ -77,9 +76,24 @@ def test_rates_by_hand(found: PlanSearch):
 
 
 def test_a_plan_file_is_a_plan(found: PlanSearch):
-    content = json.loads(json.dumps(plan_file(found.plans[0])))
-    assert Plan.from_json(content) == found.plans[0].plan()
-    assert content["actor-TRAIN"]["microbatch_size"] >= 1
+    best = found.plans[0]
+    content = json.loads(json.dumps(plans_json(PROBLEM, found)))["plans"][0]["plan"]
+    assert ExecutionPlan.from_json(content) == best.plan()
+    for stage in best.stages:
+        choice = best.plan().choices[stage.model_stage]
+        assert choice.microbatch_size == stage.microbatch_size
+        assert (choice.remat, choice.zero1, choice.parked) == (
+            stage.remat,
+            stage.zero1,
+            stage.parked,
+        )
+
+
+def test_devices_are_named_by_the_processes_of_the_run(found: PlanSearch):
+    by_four = found.plans[0].plan(4).plan
+    for stage, placement in found.plans[0].plan().plan.placements.items():
+        numbers = [8 * d.host + d.index for d in placement.devices]
+        assert [4 * d.host + d.index for d in by_four[stage].devices] == numbers
 
 
 def test_text_tells_all_model_stages_devices_and_keys(found: PlanSearch):

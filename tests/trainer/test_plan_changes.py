@@ -441,7 +441,7 @@ def step_of(watched: Watched, old: Job, state: JobState) -> Mapping[str, Any]:
         recorded_dir=str(watched.run.workdir / "rollouts"),
     )
     config = dataclasses.replace(old.config, rollout=rollout)
-    job = make_job(config, old.inputs, old.world, old.plan, watched.trainer.programs)
+    job = make_job(config, old.inputs, old.world, old.execution, watched.trainer.programs)
     counters = state.counters
     prompts = take_prompts(job, counters.data_position, counters.samples)
     refresh_edges(job, state)
