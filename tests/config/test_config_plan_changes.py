@@ -57,6 +57,7 @@ def test_without_changes_there_are_none() -> None:
     assert default_config().transition.to_dict() == {
         "verify": "digest",
         "way": "auto",
+        "switch": "at_step",
         "hardware": "",
     }
 
