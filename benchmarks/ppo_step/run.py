@@ -42,6 +42,9 @@ OURS_LAYOUTS: dict[str, dict[str, str]] = {
 """All 8 devices are used in TRAIN; other model-stages live where their model is trained."""
 
 TUNIX_LAYOUTS = ("colo_fsdp", "colo_f4t2", "roll_tp", "disagg_all")
+TUNIX_MICRO_BATCHES = {"single": 0, "single_micro8": 8}
+"""On one device, rows that it trains on at a time (0: the batch); of each figure its better one
+counts."""
 XLA_FLAGS = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120 "
     "--xla_cpu_collective_call_terminate_timeout_seconds=600"
@@ -107,7 +110,7 @@ class Measured:
         if arguments.quick:
             ours, tunix = ours[:1], tunix[:1]
         self.names = ["matmul peak", "ours single"]
-        self.names += ["tunix single"] if self._tunix else []
+        self.names += [f"tunix {name}" for name in TUNIX_MICRO_BATCHES] if self._tunix else []
         self.names += ["trl"] if self._trl else []
         self.names += [f"ours {layout}" for layout in ours]
         self.names += [f"tunix {layout}" for layout in tunix] if self._tunix else []
@@ -117,12 +120,14 @@ class Measured:
         if name == "matmul peak":
             return json.loads(self._child(sys.executable, "matmul_peak.py", [])[1])
         program, _, layout = name.partition(" ")
-        devices = 1 if layout in ("single", "") else NUM_DEVICES
+        devices = 1 if layout in ("", *TUNIX_MICRO_BATCHES) else NUM_DEVICES
         options = [f"--sizes={self._sizes}", f"--steps={self._steps}"]
         if program == "trl":
             return steady(self._child(self._trl, "trl_peer.py", options)[0])
         options.append(f"--devices={devices}")
         if program == "tunix":
+            options.append(f"--micro-batch={TUNIX_MICRO_BATCHES.get(layout, 0)}")
+            layout = "single" if layout in TUNIX_MICRO_BATCHES else layout
             return steady(self._child(self._tunix, "tunix_peer.py", [layout, *options])[0])
         self._serial += 1
         workdir = self._scratch / f"ours_{self._serial}"
@@ -153,23 +158,23 @@ def summarize(found: dict[str, dict[str, float]], sizes: work.Sizes) -> dict[str
 
     def best_wall_s(program: str) -> float | None:
         """Of its layouts on all devices."""
-        layouts = [n for n in found if n.startswith(f"{program} ") and n != f"{program} single"]
+        layouts = [n for n in found if n.startswith(f"{program} ") and " single" not in n]
         return min((found[n]["wall_s"] for n in layouts), default=None)
 
-    def over(name: str, peer: str) -> float | None:
-        if peer not in found:
-            return None
-        return found["ours single"][name] / found[peer][name]
+    def over(name: str, *peers: str) -> float | None:
+        values = [found[peer][name] for peer in peers if peer in found]
+        return found["ours single"][name] / min(values) if values else None
 
+    tunix_single = [f"tunix {name}" for name in TUNIX_MICRO_BATCHES]
     ours8_s, tunix8_s = best_wall_s("ours"), best_wall_s("tunix")
     ours = found["ours single"]
     train_s = ours["actor-TRAIN s"] + ours["critic-TRAIN s"]
     peak = found["matmul peak"]["flops_per_s"]
     return {
-        "cpu_s_over_tunix": over("cpu_s", "tunix single"),
+        "cpu_s_over_tunix": over("cpu_s", *tunix_single),
         "cpu_s_over_trl": over("cpu_s", "trl"),
         "wall_s_over_tunix_best8": ours8_s / tunix8_s if ours8_s and tunix8_s else None,
-        "peak_memory_over_tunix": over("peak_rss_bytes", "tunix single"),
+        "peak_memory_over_tunix": over("peak_rss_bytes", *tunix_single),
         "train_matmul_peak_share": work.train_flops(sizes) / train_s / peak,
     }
 

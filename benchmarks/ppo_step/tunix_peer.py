@@ -46,16 +46,18 @@ def main() -> None:
     parser.add_argument("--sizes", default="full")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--micro-batch", type=int, default=0, help="rows; 0: the whole batch")
     arguments = parser.parse_args()
     count = f"--xla_force_host_platform_device_count={arguments.devices}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {count}"
     os.environ["JAX_PLATFORMS"] = "cpu"
     warnings.filterwarnings("ignore")
     logging.getLogger("absl").setLevel(logging.ERROR)
-    train(work.sizes_of(arguments.sizes), arguments.layout, arguments.steps)
+    sizes = work.sizes_of(arguments.sizes)
+    train(sizes, arguments.layout, arguments.steps, arguments.micro_batch)
 
 
-def train(sizes: work.Sizes, layout: str, steps: int) -> None:
+def train(sizes: work.Sizes, layout: str, steps: int, micro_batch: int) -> None:
     import numpy as np
     import optax
     from tunix.rl import rl_cluster
@@ -72,7 +74,7 @@ def train(sizes: work.Sizes, layout: str, steps: int) -> None:
         eval_every_n_steps=never,
         max_steps=never,
         mini_batch_size=sizes.batch_size,
-        train_micro_batch_size=sizes.batch_size,
+        train_micro_batch_size=micro_batch or sizes.batch_size,
         rollout_micro_batch_size=sizes.batch_size,
         compute_logps_micro_batch_size=sizes.batch_size,
     )

@@ -202,6 +202,7 @@ def _check_rollout(config: RunConfig) -> None:
         "response at once: drop it",
     )
     _check_kv_cache(config)
+    _check_room(config)
     if rollout.source == "recorded":
         _require(
             bool(rollout.recorded_dir),
@@ -214,6 +215,15 @@ def _check_rollout(config: RunConfig) -> None:
             "rollout.record=True with rollout.source='recorded' would record the recording; set "
             "one of config.rollout.record = False and config.rollout.source = 'live'",
         )
+
+
+def _check_room(config: RunConfig) -> None:
+    room, most = config.rollout.first_room, config.rollout.max_response_length
+    _require(
+        room <= most,
+        f"rollout.first_room={room} is more than rollout.max_response_length={most}; set it to at "
+        f"most that, or to 0 for all room at once",
+    )
 
 
 def _check_kv_cache(config: RunConfig) -> None:

@@ -139,6 +139,9 @@ class RolloutConfig:
     """Responses to each prompt; a step has batch_size * samples_per_prompt rows."""
     max_response_length: PositiveInt
     """Longest response, in tokens, the end-of-sequence token included: the T of every batch."""
+    first_room: NonNegativeInt = 0
+    """Response tokens that programs have room for at the start; the room grows with the responses,
+    up to `max_response_length`. No token changes by it. 0: all room at once."""
     max_num_seqs: NonNegativeInt = 0
     """Rows that a replica decodes at a time; the others wait, and take the place in the batch and
     in the KV cache of those that end; 0: all rows at once."""

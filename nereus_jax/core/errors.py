@@ -67,6 +67,10 @@ class CheckpointError(NereusError, RuntimeError):
     exit_code = 2
 
 
+class OutOfMemoryError(NereusError, MemoryError):
+    """A device has no memory for what the running job needs now."""
+
+
 class RewardError(NereusError, RuntimeError):
     """The reward function raised, or did not return one finite number per sample."""
 

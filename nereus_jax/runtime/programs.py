@@ -74,11 +74,17 @@ class ProgramCache:
 
     def __init__(self) -> None:
         self._programs: dict[ProgramKey, Compiling[Program]] = {}
+        self._wanted: set[ProgramKey] = set()
+
+    def start_step(self) -> None:
+        """From now on `largest_temp_bytes` is of what is wanted from now on."""
+        self._wanted.clear()
 
     def get(self, key: ProgramKey, lower: Callable[[], jax.stages.Lowered]) -> Program:
         """The program of this key; lowered by `lower` and compiled if it is not there yet."""
         if key not in self._programs:
             self._programs[key] = compile_now(lambda: _compile(lower))
+        self._wanted.add(key)
         return self._programs[key].result()
 
     def has(self, key: ProgramKey) -> bool:
@@ -103,8 +109,11 @@ class ProgramCache:
 
     @property
     def largest_temp_bytes(self) -> int:
-        """The largest temporary of any program, per device."""
-        return max((program.temp_bytes for _, program in self.items()), default=0)
+        """The largest temporary of a program that was asked for since the step began, per device.
+
+        Programs of other plans, and those that are compiled ahead, do not count.
+        """
+        return max((self._programs[key].result().temp_bytes for key in self._wanted), default=0)
 
 
 def _compile(lower: Callable[[], jax.stages.Lowered]) -> Program:

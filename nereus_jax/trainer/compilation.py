@@ -8,7 +8,6 @@ from nereus_jax.runtime.digests import digest_recipe
 from nereus_jax.runtime.engines.score import ScoreEngine
 from nereus_jax.runtime.engines.train import TrainEngine
 from nereus_jax.runtime.programs import Recipe
-from nereus_jax.trainer.evaluation import evaluation_rows
 from nereus_jax.trainer.job import GREEDY, Job, make_warmup_engine
 from nereus_jax.trainer.verification import state_stages, unit_spec
 
@@ -23,7 +22,8 @@ def compile_programs(job: Job, *, warmup: bool) -> None:
     config = job.config
     if warmup and config.warmup.num_steps:
         rows = config.warmup.batch_size
-        job.programs.get(*_first_recipe(make_warmup_engine(job), rows, job.row_length))
+        whole = job.with_room(config.rollout.max_response_length)  # answers are not generated
+        job.programs.get(*_first_recipe(make_warmup_engine(job), rows, whole.row_length))
     for recipe in step_recipes(job):
         job.programs.get(*recipe)
     for target in sorted(job.edges):
@@ -42,7 +42,7 @@ def step_recipes(job: Job) -> list[Recipe]:
     """The programs of steps and evaluations."""
     config = job.config
     rows, length = config.rollout.num_rows, job.row_length
-    width, evaluated = config.data.max_prompt_length, evaluation_rows(job)
+    width, evaluated = config.data.max_prompt_length, job.evaluation_rows
     reward = job.scores.get(REWARD_SCORE)
     recipes: list[Recipe] = []
     if config.rollout.source == "live":

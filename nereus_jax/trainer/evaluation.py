@@ -19,20 +19,17 @@ from nereus_jax.trainer.rollouts import (
     draw_seed,
     function_rewards,
 )
+from nereus_jax.trainer.room import outgrows, with_more_room
 from nereus_jax.trainer.state import JobState, refresh_edge, stage_params
 
 
-def evaluation_rows(job: Job) -> int:
-    """Rows of an evaluation batch."""
-    return job.config.eval.batch_size or job.config.rollout.batch_size
-
-
-def evaluate(job: Job, state: JobState) -> dict[str, Any]:
+def evaluate(job: Job, state: JobState) -> tuple[Job, dict[str, Any]]:
     """Generates for the evaluation prompts, always the same ones with the same draws.
 
     Returns:
-      A row of metrics: eval_step (RL steps done), eval_success_rate, eval_reward_mean,
-      eval_response_length_mean, eval_s; with `eval.greedy` also eval_success_rate_greedy.
+      The run, whose room for responses may have grown; and a row of metrics: eval_step (RL steps
+      done), eval_success_rate, eval_reward_mean, eval_response_length_mean, eval_s; with
+      `eval.greedy` also eval_success_rate_greedy.
     """
     start_s = time.perf_counter()
     config = job.config.eval
@@ -40,7 +37,7 @@ def evaluate(job: Job, state: JobState) -> dict[str, Any]:
         if edge.target == ACTOR_GENERATE:
             refresh_edge(job, state, edge)
     threshold = job.config.reward.success_threshold
-    rewards, lengths = _evaluate_prompts(job, state, config.temperature)
+    job, rewards, lengths = _evaluate_prompts(job, state, config.temperature)
     row = {
         "step": state.counters.step,
         "eval_step": state.counters.step,
@@ -49,29 +46,32 @@ def evaluate(job: Job, state: JobState) -> dict[str, Any]:
         "eval_response_length_mean": float(lengths.mean()),
     }
     if config.greedy:
-        greedy, _ = _evaluate_prompts(job, state, GREEDY)
+        job, greedy, _ = _evaluate_prompts(job, state, GREEDY)
         row["eval_success_rate_greedy"] = float((greedy >= threshold).mean())
-    return row | {"eval_s": time.perf_counter() - start_s}
+    return job, row | {"eval_s": time.perf_counter() - start_s}
 
 
 def _evaluate_prompts(
     job: Job, state: JobState, temperature: float
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Job, np.ndarray, np.ndarray]:
     """Rewards and response lengths of all evaluation prompts."""
-    num_prompts, rows = job.config.eval.num_prompts, evaluation_rows(job)
-    parts = [
-        _evaluate_batch(job, state, first, min(rows, num_prompts - first), temperature)
-        for first in range(0, num_prompts, rows)
-    ]
-    rewards, lengths = zip(*parts, strict=True)
-    return np.concatenate(rewards), np.concatenate(lengths)
+    num_prompts, rows = job.config.eval.num_prompts, job.evaluation_rows
+    rewards: list[np.ndarray] = []
+    lengths: list[np.ndarray] = []
+    for first in range(0, num_prompts, rows):
+        count = min(rows, num_prompts - first)
+        rollout = _generate(job, state, first, count, temperature)
+        while outgrows(job, rollout):
+            job = with_more_room(job)
+            rollout = _generate(job, state, first, count, temperature)
+        rewards.append(_rewards(job, state, first, rollout))
+        lengths.append(rollout.response_lengths_B)
+    return job, np.concatenate(rewards), np.concatenate(lengths)
 
 
-def _evaluate_batch(
-    job: Job, state: JobState, first: int, count: int, temperature: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Rewards and response lengths of `count` prompts; a short batch is filled up with no rows."""
-    rows, pad_id = evaluation_rows(job), job.inputs.tokenizer.pad_id
+def _generate(job: Job, state: JobState, first: int, count: int, temperature: float) -> Rollout:
+    """Responses to `count` prompts; a short batch is filled up with no rows."""
+    rows, pad_id = job.evaluation_rows, job.inputs.tokenizer.pad_id
     samples = job.inputs.eval_prompts.take(first, count).samples
     tokens_BP, lengths_B = batch(samples, job.config.data.max_prompt_length, pad_id)
     indices_B = first + np.arange(count, dtype=np.int64)
@@ -85,17 +85,19 @@ def _evaluate_batch(
         job.sampling(temperature),
     )
     version = state.counters.policy_version
-    rollout = assemble(tokens_BP, lengths_B, indices_B, host.fetch(arrays), pad_id, version)
-    if job.inputs.reward_function is not None:
-        rewards_B = function_rewards(job, samples, decode_responses(job, rollout))
-    else:
-        rewards_B = _model_rewards(job, state, rollout)
-    return rewards_B, rollout.response_lengths_B
+    return assemble(tokens_BP, lengths_B, indices_B, host.fetch(arrays), pad_id, version)
+
+
+def _rewards(job: Job, state: JobState, first: int, rollout: Rollout) -> np.ndarray:
+    if job.inputs.reward_function is None:
+        return _model_rewards(job, state, rollout)
+    samples = job.inputs.eval_prompts.take(first, rollout.num_rows).samples
+    return function_rewards(job, samples, decode_responses(job, rollout))
 
 
 def _model_rewards(job: Job, state: JobState, rollout: Rollout) -> np.ndarray:
     engine = job.scores[REWARD_SCORE]
-    fill = evaluation_rows(job) - rollout.num_rows  # one compiled shape, also for a short batch
+    fill = job.evaluation_rows - rollout.num_rows  # one compiled shape, also for a short batch
     prompts_B, lengths_B = (
         np.pad(x, (0, fill)) for x in (rollout.prompt_lengths_B, rollout.lengths_B)
     )

@@ -13,6 +13,7 @@ from nereus_jax.core.errors import InfeasiblePlanError
 from nereus_jax.core.roles import ModelStage
 from nereus_jax.runtime.engines.train import TrainEngine
 from nereus_jax.runtime.optimizers import is_leaf_spec
+from nereus_jax.runtime.programs import ProgramKey
 from nereus_jax.trainer.edges import edge_temp_bytes
 from nereus_jax.trainer.job import Job
 
@@ -44,6 +45,8 @@ def stage_bytes(job: Job) -> dict[ModelStage, StageBytes]:
     """Bytes per device of every model-stage of the plan."""
     temporaries: dict[str, int] = {}
     for key, program in job.programs.items():
+        if not _belongs(job, key):
+            continue
         # Outputs that take over no argument's memory exist beside the arguments.
         extra = program.temp_bytes + max(program.output_bytes - program.alias_bytes, 0)
         temporaries[key.model_stage] = max(temporaries.get(key.model_stage, 0), extra)
@@ -59,6 +62,16 @@ def stage_bytes(job: Job) -> dict[ModelStage, StageBytes]:
         )
         for stage in sorted(job.sites)
     }
+
+
+def _belongs(job: Job, key: ProgramKey) -> bool:
+    """Whether a program is one of the plan: other plans leave theirs behind."""
+    return any(
+        key.model_stage == str(stage)
+        and key.layout == str(placement.layout)
+        and key.devices == tuple(str(d) for d in placement.devices)
+        for stage, placement in job.plan.placements.items()
+    )
 
 
 def _parameter_bytes(job: Job, stage: ModelStage) -> int:

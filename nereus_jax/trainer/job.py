@@ -85,6 +85,8 @@ class Job:
     trains: Mapping[ModelStage, TrainEngine]
     edges: Mapping[ModelStage, Transfer]
     """Target of a weight edge -> the transfer that serves it."""
+    room: int
+    """T, the response tokens that programs take; at most `rollout.max_response_length`."""
 
     @property
     def plan(self) -> Plan:
@@ -93,7 +95,7 @@ class Job:
 
     @property
     def largest_temp_bytes(self) -> int:
-        """The largest temporary of any program or transfer on a device."""
+        """The largest temporary of a program of this step, or of a transfer, on a device."""
         edges = [edge_temp_bytes(edge) for edge in self.edges.values()]
         return max(self.programs.largest_temp_bytes, *edges, 0)
 
@@ -121,7 +123,16 @@ class Job:
     @property
     def row_length(self) -> int:
         """S, the columns of prompt and response together."""
-        return self.config.data.max_prompt_length + self.config.rollout.max_response_length
+        return self.config.data.max_prompt_length + self.room
+
+    @property
+    def evaluation_rows(self) -> int:
+        """Rows of an evaluation batch."""
+        return self.config.eval.batch_size or self.config.rollout.batch_size
+
+    def with_room(self, room: int) -> "Job":
+        """The same run with programs for responses of so many tokens."""
+        return dataclasses.replace(self, room=room)
 
     def sampling(self, temperature: float | None = None) -> SamplingConfig:
         """How responses are drawn: as in training, or at another temperature."""
@@ -132,7 +143,7 @@ class Job:
             top_p=rollout.top_p,
             stop_ids=() if rollout.ignore_eos else self.inputs.stop_ids,
             pad_id=self.inputs.tokenizer.pad_id,
-            max_tokens=rollout.max_response_length,
+            max_tokens=self.room,
         )
 
 
@@ -334,6 +345,7 @@ def make_job(
             )
             for edge in graph.weight_edges
         },
+        room=config.rollout.first_room or config.rollout.max_response_length,
     )
 
 

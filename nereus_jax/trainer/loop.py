@@ -14,6 +14,7 @@ from nereus_jax.core.errors import (
     DataError,
     DevicesLostError,
     DivergenceError,
+    OutOfMemoryError,
     RewardError,
 )
 from nereus_jax.rl.kl import KLControllerState, update_kl_controller
@@ -28,8 +29,9 @@ from nereus_jax.trainer.footprint import check_memory, stage_bytes
 from nereus_jax.trainer.job import Inputs, Job, make_job
 from nereus_jax.trainer.outputs import check_unused, check_writable
 from nereus_jax.trainer.plan_schedule import make_schedule, scheduled_jobs
-from nereus_jax.trainer.recovery import change_as_scheduled, go_on_without
+from nereus_jax.trainer.recovery import change_as_scheduled, go_on_without, prepare_next
 from nereus_jax.trainer.rollouts import check_recording, rollout_file, take_prompts
+from nereus_jax.trainer.room import compile_more_room
 from nereus_jax.trainer.rows import non_finite_update, sample_rows, step_row
 from nereus_jax.trainer.session import (
     ROLLOUTS,
@@ -51,8 +53,8 @@ def train(config: RunConfig, inputs: Inputs, world: World, workdir: Path) -> Non
 
     Raises:
       ConfigError, DataError, InfeasiblePlanError, CheckpointError: before anything is allocated.
-      RewardError, DivergenceError, StorageError: while running; the message names the last good
-        checkpoint.
+      RewardError, OutOfMemoryError, DivergenceError, StorageError: while running; the message names
+        the last good checkpoint.
     """
     job = make_job(config, inputs, world)
     with host.together():
@@ -95,8 +97,8 @@ def _run(session: Session, state: JobState, interrupted: threading.Event) -> Non
     session.outputs.start(state.counters.step)
     try:
         last_words = _run_steps(session, state, interrupted)
-    except (RewardError, DataError) as error:
-        save(session, state)  # prompts and rewards come before any update: a step boundary
+    except (RewardError, DataError, OutOfMemoryError) as error:
+        save(session, state)  # prompts, responses and rewards come before any update
         raise type(error)(f"{error}; {last_good(session)}") from error
     except DivergenceError as error:
         raise DivergenceError(f"{error}; {last_good(session)}") from error
@@ -135,7 +137,7 @@ def _maybe_evaluate(session: Session, state: JobState) -> None:
     if due and session.evaluated_step != step:
         check_devices(session.job.world, state.arrays(), state.views)
         with watch(session.job.world, functools.partial(missing_devices, session.job, state)):
-            row = evaluate(session.job, state)
+            session.job, row = evaluate(session.job, state)
         session.evaluated_step = step
         with writing(session):
             session.outputs.evaluation(row)
@@ -145,6 +147,7 @@ def _one_step(session: Session, state: JobState) -> None:
     """One RL step: the state moves on by one, and its row is written."""
     job, counters = session.job, state.counters
     state.updating = False
+    job.programs.start_step()
     check_devices(job.world, state.arrays(), state.views)
     start_s = time.perf_counter()
     prompts = take_prompts(job, counters.data_position, counters.samples)
@@ -152,6 +155,10 @@ def _one_step(session: Session, state: JobState) -> None:
         edge_spans = refresh_edges(job, state)
     live_bytes = state.live_bytes()
     result = run_step(job, state, prompts)
+    if result.job is not job:
+        session.job = job = result.job
+        prepare_next(session, counters.step + 1)  # what comes needs as much room
+    compile_more_room(job, result.values["rollout"], session.schedule.queue)
     wrong = non_finite_update(result)
     if wrong is not None:
         raise DivergenceError(

@@ -40,7 +40,7 @@ class PlanSchedule:
         self.prepared = None
         dropped: list[str] = []
         for coming in sorted(self.jobs):
-            new = self.jobs[coming]
+            new = self.jobs[coming].with_room(job.room)
             if coming < step or new.execution == job.execution or self.hardware is None:
                 continue
             try:

@@ -61,10 +61,11 @@ def change_as_scheduled(session: Session, state: JobState) -> None:
         return  # the old plan goes on; the next boundary asks again
     check_devices(session.job.world, state.arrays(), state.views)
     _change(session, state, change)
-    _prepare_next(session, schedule.prepared_step + 1)
+    prepare_next(session, schedule.prepared_step + 1)
 
 
-def _prepare_next(session: Session, step: int) -> None:
+def prepare_next(session: Session, step: int) -> None:
+    """Plans the first change from a step on, and tells of those that cannot be."""
     for line in session.schedule.prepare_next(session.job, step):
         session.outputs.message(line)
 
@@ -209,7 +210,7 @@ def _without(session: Session, state: JobState, error: DevicesLostError) -> None
         f"{error}; going on with {len(world.pool)} of {len(job.world.pool)} devices"
     )
     execution = dataclasses.replace(job.execution, plan=plan)
-    new = make_job(job.config, job.inputs, world, execution, job.programs)
+    new = make_job(job.config, job.inputs, world, execution, job.programs).with_room(job.room)
     first_open = session.schedule.first_open(state.counters.step)
     for step in session.schedule.drop(lost):
         session.outputs.message(f"plan_changes.{step} is dropped: it needs devices that are lost")
@@ -223,7 +224,7 @@ def _without(session: Session, state: JobState, error: DevicesLostError) -> None
         _change(session, state, change)
     except (LostStateError, InfeasiblePlanError) as reason:
         _go_back(session, state, new, reason)
-    _prepare_next(session, min(first_open, state.counters.step))
+    prepare_next(session, min(first_open, state.counters.step))
 
 
 def surviving_plan(job: Job, pool: DevicePool) -> Plan:
@@ -287,6 +288,7 @@ def job_of_units(
         )
     execution = dataclasses.replace(job.execution, plan=Plan(placements=placements))
     between = make_job(job.config, job.inputs, job.world, execution, job.programs)
+    between = between.with_room(job.room)
     state = JobState(counters=before.counters, trained={}, frozen={})
     frozen = {}
     for stage, group in chosen.items():

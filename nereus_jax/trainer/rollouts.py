@@ -151,13 +151,15 @@ def replay(job: Job, prompts: PromptBatch, step: int) -> Rollout:
     """
     path = rollout_file(Path(job.config.rollout.recorded_dir).expanduser(), step)
     rollout = Rollout.load(path)
-    expected = (len(prompts.samples), job.row_length)
+    width, settings = prompts.tokens_BP.shape[1], job.config.rollout
+    # With room that grows, a step was recorded as wide as it had room for.
+    room = rollout.response_width if settings.first_room else settings.max_response_length
+    expected = (len(prompts.samples), width + min(room, settings.max_response_length))
     if rollout.tokens_BS.shape != expected:
         raise DataError(
             f"{path} holds rows of shape {rollout.tokens_BS.shape}, the run asks for {expected}; "
             f"replay it with the batch size and lengths it was recorded with"
         )
-    width = prompts.tokens_BP.shape[1]
     inside = np.arange(width)[None, :] < prompts.lengths_B[:, None]
     same = np.array_equal(rollout.prompt_lengths_B, prompts.lengths_B) and np.array_equal(
         np.where(inside, rollout.tokens_BS[:, :width], 0), np.where(inside, prompts.tokens_BP, 0)

@@ -1,7 +1,7 @@
 """The row of metrics.jsonl and the samples of one step.
 
-Units: lengths and `tokens` in tokens, `kl` in nats summed over a response, `entropy` in nats a
-token.
+Units: lengths, `response_room` and `tokens` in tokens, `kl` in nats summed over a response,
+`entropy` in nats a token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,6 +60,7 @@ def step_row(
         "response_length_mean": float(lengths.mean()),
         "response_length_p95": float(np.percentile(lengths, 95)),
         "response_length_max": int(lengths.max()),
+        "response_room": job.room,
         "finished_fraction": float(rollout.finished_B.mean()),
         "tokens": rollout.num_tokens,
         "prompts_dropped": prompts.taken.num_dropped,

@@ -73,8 +73,11 @@ def open_session(
     try:
         step = store.latest_step()
         if step is not None:  # before the outputs cut off what comes after the checkpoint
-            _check_same_data(job, store.read_meta(step), workdir)
-        job = first_job(job, step or 0, schedule.jobs)
+            meta = store.read_meta(step)
+            _check_same_data(job, meta, workdir)
+            most = config.rollout.max_response_length
+            job = job.with_room(min(max(meta.get("room", 0), job.room), most))
+        job = first_job(job, step or 0, schedule.jobs).with_room(job.room)
         session = Session(
             job=job,
             schedule=schedule,
@@ -217,6 +220,7 @@ def save(session: Session, state: JobState) -> None:
     if session.store.latest_step() != step:
         meta = {
             "counters": state.counters.to_json(),
+            "room": session.job.room,
             "plan": session.job.execution.to_json(),
             "data": _data_identity(session.job),
         }

@@ -12,7 +12,7 @@ import numpy as np
 
 from nereus_jax.core.roles import ACTOR_GENERATE, ModelStage, Stage
 from nereus_jax.core.timeline import Span
-from nereus_jax.core.workflow import HostCall, StageCall
+from nereus_jax.core.workflow import Call, HostCall, StageCall
 from nereus_jax.rl.losses import token_weights
 from nereus_jax.rl.rollout import Rollout
 from nereus_jax.runtime import host
@@ -27,6 +27,7 @@ from nereus_jax.trainer.rollouts import (
     function_rewards,
     replay,
 )
+from nereus_jax.trainer.room import outgrows, with_more_room
 from nereus_jax.trainer.state import JobState, drop_edges, missing_devices, stage_params
 from nereus_jax.trainer.train_batch import TrainBatch, make_batch
 
@@ -39,10 +40,12 @@ class StepResult:
     """What a step made.
 
     Attributes:
+      job: the run; its room for responses may have grown.
       values: the workflow's values by name.
       spans: when each model-stage ran.
     """
 
+    job: Job
     values: Values
     spans: tuple[Span, ...]
 
@@ -55,26 +58,41 @@ def run_step(job: Job, state: JobState, prompts: PromptBatch) -> StepResult:
     values: Values = {"prompts": prompts}
     spans: list[Span] = []
     for wave in job.workflow.waves():
-        check_devices(job.world, state.arrays(), state.views)
-        stage_calls = [c for c in wave if isinstance(c, StageCall)]
-        host_calls = [c for c in wave if isinstance(c, HostCall)]
-        replayed = _replay_instead(job, state, values, stage_calls)
-        works = {
-            call: _work(job, state, values, call) for call in stage_calls if call not in replayed
-        }
-        for call in works:
-            if call.model_stage.stage is Stage.TRAIN:
-                drop_edges(job, state, call.model_stage)
-        made: Values = {}
-        meanwhile = functools.partial(_run_host_calls, job, state, host_calls, values, made)
-        with watch(job.world, functools.partial(missing_devices, job, state)):
-            finished = run_wave(tuple(works.values()), state.counters.step, meanwhile)
-            for call in works:
-                result = finished[call.name]
-                made[call.outputs[0]] = _collect(job, state, values, call, result)
-                spans.append(result.span)
+        made, ran = _run_wave(job, state, values, wave)
+        while any(isinstance(x, Rollout) and outgrows(job, x) for x in made.values()):
+            job = with_more_room(job)
+            made, again = _run_wave(job, state, values, wave)
+            ran += again
+        rollouts = [x for x in made.values() if isinstance(x, Rollout)]
+        job = job.with_room(max([r.response_width for r in rollouts], default=job.room))
         values |= made
-    return StepResult(values=values, spans=tuple(spans))
+        spans += ran
+    return StepResult(job=job, values=values, spans=tuple(spans))
+
+
+def _run_wave(
+    job: Job, state: JobState, values: Values, wave: tuple[Call, ...]
+) -> tuple[Values, list[Span]]:
+    """What the calls of a wave make, by name, and when its model-stages ran."""
+    check_devices(job.world, state.arrays(), state.views)
+    stage_calls = [c for c in wave if isinstance(c, StageCall)]
+    host_calls = [c for c in wave if isinstance(c, HostCall)]
+    made = _replay_instead(job, state, values, stage_calls)
+    works = {
+        call: _work(job, state, values, call) for call in stage_calls if call.outputs[0] not in made
+    }
+    for call in works:
+        if call.model_stage.stage is Stage.TRAIN:
+            drop_edges(job, state, call.model_stage)
+    meanwhile = functools.partial(_run_host_calls, job, state, host_calls, values, made)
+    spans: list[Span] = []
+    with watch(job.world, functools.partial(missing_devices, job, state)):
+        finished = run_wave(tuple(works.values()), state.counters.step, meanwhile)
+        for call in works:
+            result = finished[call.name]
+            made[call.outputs[0]] = _collect(job, state, values, call, result)
+            spans.append(result.span)
+    return made, spans
 
 
 def _run_host_calls(
@@ -84,17 +102,14 @@ def _run_host_calls(
         made[call.outputs[0]] = HOST_CALLS[call.function](job, state, values, call)
 
 
-def _replay_instead(
-    job: Job, state: JobState, values: Values, calls: list[StageCall]
-) -> list[StageCall]:
-    """Calls that a recording takes the place of; their outputs are put into `values`."""
-    if job.config.rollout.source != "recorded":
-        return []
-    replayed = [c for c in calls if c.model_stage == ACTOR_GENERATE]
-    for call in replayed:
-        with host.together():
-            values[call.outputs[0]] = replay(job, values["prompts"], state.counters.step)
-    return replayed
+def _replay_instead(job: Job, state: JobState, values: Values, calls: list[StageCall]) -> Values:
+    """The outputs of calls that a recording takes the place of."""
+    made: Values = {}
+    for call in calls:
+        if job.config.rollout.source == "recorded" and call.model_stage == ACTOR_GENERATE:
+            with host.together():
+                made[call.outputs[0]] = replay(job, values["prompts"], state.counters.step)
+    return made
 
 
 def _work(job: Job, state: JobState, values: Values, call: StageCall) -> Work:
