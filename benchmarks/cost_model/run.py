@@ -262,10 +262,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the result")
     parser.add_argument("--figure", type=Path, help="where to write the scatter plot, a .png")
     parser.add_argument("--splits", type=int, default=SPLITS, help="random halves")
+    parser.add_argument("--live", type=Path, help="what live.py has written, for mape_live")
     options = parser.parse_args()
     if not options.published.is_file():
         parser.error(f"--published: {options.published} is no file; give a CSV of measurements")
     result, panels = measure(options.published, options.splits)
+    if options.live:
+        result["mape_live"] = json.loads(options.live.read_text())["mape_live"]
     show(result)
     print(json.dumps({k: v for k, v in result.items() if not isinstance(v, list)}, indent=1))
     if options.json:
