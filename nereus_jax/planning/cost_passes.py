@@ -369,7 +369,7 @@ class Passes:
         replicas = self.prices.ring(c.dp, stride)
         whole = replicas.collective(elements * execution.grad_bytes)
         # Under ZeRO-1 over all replicas a reduce-scatter will do.
-        scatter = c.zero1 & (self._zero_ranks == c.dp)
+        scatter = c.zero1 & (self._zero_ranks == c.dp) & execution.zero_scatters
         gradients = scaled(whole, np.where(scatter, 0.5, 1.0))
         sharing = self.prices.ring(self._zero_ranks, stride) if execution.zero_ranks else replicas
         gather = sharing.collective(elements * execution.gather_bytes, 1.0)

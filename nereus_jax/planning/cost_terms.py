@@ -80,6 +80,7 @@ class Execution:
       p2p_scattered: tp ranks send a part each between pipeline ranks.
       sync: how replicas agree.
       zero_ranks: replicas that share the optimizer's state under ZeRO-1; 0: all.
+      zero_scatters: under ZeRO-1 over all replicas gradients are scattered, not summed everywhere.
       grad_bytes: of a gradient on the wire.
       gather_bytes: of a parameter that is gathered.
       head_passes: passes of the head: forward, two backward, and one for recomputed logits.
@@ -98,6 +99,7 @@ class Execution:
     p2p_scattered: bool = False
     sync: DataSync = DataSync.AT_END
     zero_ranks: int = 0
+    zero_scatters: bool = True
     grad_bytes: float = 4.0
     gather_bytes: float = 4.0
     head_passes: float = 4.0
