@@ -23,6 +23,9 @@ AnyCase = Case | GenerationCase
 SPLITS = 20
 TRAIN_NOISE, GENERATE_NOISE = 0.05, 0.1
 """Relative deviation of a published number from what any model could say of it."""
+REPEATS_TO_JUDGE = 5
+"""Least number of repeats that say how far measurements of a source scatter."""
+DRAWS = 2000
 LAYOUTS_TO_RANK = 5
 """Least number of different layouts of one model among which ranks mean something."""
 
@@ -121,7 +124,7 @@ def means(predicted: Sequence[dict[int, float]]) -> dict[int, float]:
     return {i: statistics.fmean(values) for i, values in table.items()}
 
 
-def ranks(values: Sequence[float]) -> np.ndarray:
+def ranks(values: Sequence[float] | np.ndarray) -> np.ndarray:
     """Ranks from 0, ties at their mean."""
     array = np.asarray(values)
     below = (array[None, :] < array[:, None]).sum(axis=1)
@@ -132,8 +135,10 @@ def ranks(values: Sequence[float]) -> np.ndarray:
 def rank_correlations(cases: Sequence[Case], predicted: dict[int, float]) -> list[dict[str, Any]]:
     """Spearman's over the layouts of one model, of seconds a token and device.
 
-    Models with data parallelism only have no layouts to choose from and are left out.
+    Models with data parallelism only have no layouts to choose from and are left out. `perfect` is
+    what a model would reach that is right but for the scatter of the source's repeats.
     """
+    scatter = repeat_scatter(cases)
     groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for i in predicted:
         sizes, case = cases[i].sizes, cases[i]
@@ -149,6 +154,7 @@ def rank_correlations(cases: Sequence[Case], predicted: dict[int, float]) -> lis
         measured = [cases[i].measured_s / w for i, w in zip(members, work, strict=True)]
         modelled = [predicted[i] / w for i, w in zip(members, work, strict=True)]
         correlation = np.corrcoef(ranks(measured), ranks(modelled))[0, 1]
+        perfect = perfect_correlation(modelled, scatter[source]) if source in scatter else None
         found.append(
             {
                 "model": f"{source}, {layers} layers of {width}",
@@ -156,19 +162,49 @@ def rank_correlations(cases: Sequence[Case], predicted: dict[int, float]) -> lis
                 "layouts": len(labels),
                 "spread": max(measured) / min(measured),
                 "correlation": float(correlation),
+                "perfect": perfect,
             }
         )
     return found
 
 
-def repeat_spread(cases: Sequence[Case]) -> float | None:
-    """Mean over layouts that were measured twice or more, of slowest over fastest."""
+def repeats(cases: Sequence[Case]) -> dict[str, list[list[float]]]:
+    """By source, the seconds of what was measured twice or more: the same model, heads included,
+    layout, batch and engine."""
     same: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     for case in cases:
-        sizes = (case.sizes.embed_dim, case.sizes.num_layers, case.workload.prompts)
-        same[(case.source, case.hardware_key, case.label, sizes)].append(case.measured_s)
-    repeated = [max(x) / min(x) for x in same.values() if len(x) > 1]
-    return statistics.fmean(repeated) if repeated else None
+        key = (case.source, case.hardware_key, case.label, case.sizes, case.workload.prompts)
+        same[(*key, case.execution)].append(case.measured_s)
+    found: dict[str, list[list[float]]] = defaultdict(list)
+    for key, seconds in same.items():
+        if len(seconds) > 1:
+            found[key[0]].append(seconds)
+    return found
+
+
+def repeat_spread(cases: Sequence[Case]) -> float | None:
+    """Mean over what was measured twice or more, of slowest over fastest."""
+    every = [x for of_source in repeats(cases).values() for x in of_source]
+    return statistics.fmean(max(x) / min(x) for x in every) if every else None
+
+
+def repeat_scatter(cases: Sequence[Case]) -> dict[str, float]:
+    """By source with enough repeats, the pooled standard deviation of their logarithm."""
+    found: dict[str, float] = {}
+    for source, rows in repeats(cases).items():
+        if len(rows) >= REPEATS_TO_JUDGE:
+            logs = [np.log(x) for x in rows]
+            squares = sum(float(((x - x.mean()) ** 2).sum()) for x in logs)
+            found[source] = math.sqrt(squares / sum(len(x) - 1 for x in logs))
+    return found
+
+
+def perfect_correlation(modelled: Sequence[float], scatter: float) -> float:
+    """What a model would reach that is right but for the scatter of measurements: the mean of its
+    rank correlation with itself under such a scatter."""
+    rng, own = np.random.default_rng(0), np.log(np.asarray(modelled))
+    noisy = own + rng.normal(0.0, scatter, (DRAWS, len(own)))
+    return float(np.mean([np.corrcoef(ranks(own), ranks(x))[0, 1] for x in noisy]))
 
 
 def draw(path: Path, panels: Sequence[tuple[str, Sequence[AnyCase], dict[int, float]]]) -> None:
@@ -224,6 +260,7 @@ def show(result: dict[str, Any]) -> None:
         print(
             f"  {row['model']:40} {row['rows']:3} rows, slowest/fastest {row['spread']:.2f}: "
             f"{row['correlation']:.2f}"
+            + ("" if row["perfect"] is None else f" (a perfect model: {row['perfect']:.2f})")
         )
     print()
 
@@ -244,6 +281,7 @@ def measure(path: Path, splits: int) -> tuple[dict[str, Any], list[Any]]:
         "mape_train_prior": mape(steps, [prior_only(steps)]),
         "mape_generate_prior": mape(rollouts, [prior_only(rollouts)]),
         "repeat_spread": repeat_spread(steps),
+        "repeat_scatter": repeat_scatter(steps),
         "splits": splits,
         "training": table(steps, ours, constant),
         "generation": table(rollouts, generated, []),
@@ -262,10 +300,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the result")
     parser.add_argument("--figure", type=Path, help="where to write the scatter plot, a .png")
     parser.add_argument("--splits", type=int, default=SPLITS, help="random halves")
+    parser.add_argument("--live", type=Path, help="what live.py has written, for mape_live")
     options = parser.parse_args()
     if not options.published.is_file():
         parser.error(f"--published: {options.published} is no file; give a CSV of measurements")
     result, panels = measure(options.published, options.splits)
+    if options.live:
+        result["mape_live"] = json.loads(options.live.read_text())["mape_live"]
     show(result)
     print(json.dumps({k: v for k, v in result.items() if not isinstance(v, list)}, indent=1))
     if options.json:

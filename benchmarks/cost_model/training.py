@@ -308,6 +308,7 @@ def _internlm(source: str, row: Row) -> Case:
         score_share=0.5,
         sync=DataSync.OVERLAPPED,
         zero_ranks=max(shard, 0),
+        zero_scatters=False,  # hybrid_zero_optim.py sums whole buckets on all replicas
         grad_bytes=2.0,
         gather_bytes=2.0,
         head_passes=3.0,

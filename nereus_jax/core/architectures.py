@@ -11,6 +11,7 @@ in their rotary frequencies; all of that is said here and nowhere else.
 
 import dataclasses
 import enum
+import functools
 import math
 
 from nereus_jax.core.emu_spec import DTYPE_BYTES, EmuSpec, LeafSpec
@@ -128,42 +129,7 @@ class DecoderConfig:
 
     def spec(self, head: Head, dtype: str = "float32") -> EmuSpec:
         """The leaves of a replica with this head."""
-        d, q = self.embed_dim, self.num_heads * self.head_dim
-        kv, f = self.num_kv_heads * self.head_dim, self.mlp_dim
-        layer: list[tuple[str, tuple[int, ...], tuple[str | None, ...]]] = [
-            ("attn_norm", (d,), ("embed",)),
-            ("q", (d, q), ("embed", "heads")),
-            ("k", (d, kv), ("embed", "kv_heads")),
-            ("v", (d, kv), ("embed", "kv_heads")),
-            ("o", (q, d), ("heads", "embed")),
-            ("mlp_norm", (d,), ("embed",)),
-            ("gate", (d, f), ("embed", "mlp")),
-            ("up", (d, f), ("embed", "mlp")),
-            ("down", (f, d), ("mlp", "embed")),
-        ]
-        if self.qkv_bias:
-            layer.append(("q_bias", (q,), ("heads",)))
-            layer.append(("k_bias", (kv,), ("kv_heads",)))
-            layer.append(("v_bias", (kv,), ("kv_heads",)))
-        if self.qk_norm:  # one for all heads, so that every rank needs it whole
-            layer.append(("q_norm", (self.head_dim,), (None,)))
-            layer.append(("k_norm", (self.head_dim,), (None,)))
-        table = [("embed", (self.vocab_size, d), ("vocab", "embed"))]
-        table += [
-            (LAYER_PREFIX + name, (self.num_layers, *shape), ("layers", *axes))
-            for name, shape, axes in layer
-        ]
-        table.append(("final_norm", (d,), ("embed",)))
-        if head is Head.SCALAR:
-            table.append(("scalar_head", (d, 1), ("embed", None)))
-        elif not self.tie_embeddings:
-            table.append(("lm_head", (self.vocab_size, d), ("vocab", "embed")))
-        return EmuSpec(
-            leaves=tuple(
-                LeafSpec(name=name, shape=shape, dtype=dtype, logical_axes=axes)
-                for name, shape, axes in table
-            )
-        )
+        return _spec(self, head, dtype)
 
     def check_layout(self, layout: ParallelLayout) -> None:
         """Raises InfeasiblePlanError if the model cannot be split like this.
@@ -215,6 +181,46 @@ class DecoderConfig:
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of keys and values that one token leaves in the cache, all layers and heads."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+
+@functools.cache  # a plan search asks for the same few again and again
+def _spec(model: DecoderConfig, head: Head, dtype: str) -> EmuSpec:
+    d, q = model.embed_dim, model.num_heads * model.head_dim
+    kv, f = model.num_kv_heads * model.head_dim, model.mlp_dim
+    layer: list[tuple[str, tuple[int, ...], tuple[str | None, ...]]] = [
+        ("attn_norm", (d,), ("embed",)),
+        ("q", (d, q), ("embed", "heads")),
+        ("k", (d, kv), ("embed", "kv_heads")),
+        ("v", (d, kv), ("embed", "kv_heads")),
+        ("o", (q, d), ("heads", "embed")),
+        ("mlp_norm", (d,), ("embed",)),
+        ("gate", (d, f), ("embed", "mlp")),
+        ("up", (d, f), ("embed", "mlp")),
+        ("down", (f, d), ("mlp", "embed")),
+    ]
+    if model.qkv_bias:
+        layer.append(("q_bias", (q,), ("heads",)))
+        layer.append(("k_bias", (kv,), ("kv_heads",)))
+        layer.append(("v_bias", (kv,), ("kv_heads",)))
+    if model.qk_norm:  # one for all heads, so that every rank needs it whole
+        layer.append(("q_norm", (model.head_dim,), (None,)))
+        layer.append(("k_norm", (model.head_dim,), (None,)))
+    table = [("embed", (model.vocab_size, d), ("vocab", "embed"))]
+    table += [
+        (LAYER_PREFIX + name, (model.num_layers, *shape), ("layers", *axes))
+        for name, shape, axes in layer
+    ]
+    table.append(("final_norm", (d,), ("embed",)))
+    if head is Head.SCALAR:
+        table.append(("scalar_head", (d, 1), ("embed", None)))
+    elif not model.tie_embeddings:
+        table.append(("lm_head", (model.vocab_size, d), ("vocab", "embed")))
+    return EmuSpec(
+        leaves=tuple(
+            LeafSpec(name=name, shape=shape, dtype=dtype, logical_axes=axes)
+            for name, shape, axes in table
+        )
+    )
 
 
 def _check_positive(sizes: LinearRope | Llama3Rope | DecoderConfig) -> None:

@@ -18,7 +18,7 @@ from nereus_jax.core.roles import ModelStage, Stage
 from nereus_jax.planning.calibration import Efficiencies, OperationClass
 from nereus_jax.planning.candidates import Candidates
 from nereus_jax.planning.cost_decode import Decoding
-from nereus_jax.planning.cost_passes import Passes
+from nereus_jax.planning.cost_passes import LayerPasses, Passes
 from nereus_jax.planning.cost_terms import (
     Execution,
     Floats,
@@ -76,6 +76,7 @@ def stage_seconds(
     *,
     dtype: str = "bfloat16",
     execution: Execution = OUR_ENGINES,
+    layers: LayerPasses | None = None,
 ) -> StageCost:
     """Modelled seconds of a model-stage in one step, all updates of TRAIN included.
 
@@ -89,6 +90,7 @@ def stage_seconds(
       candidates: layouts and microbatches.
       dtype: of activations and of weights in products.
       execution: how the engine runs.
+      layers: of SCORE or TRAIN, where it has been priced for the same model with another head.
 
     Raises:
       ConfigError: the hardware has no peak for the dtype.
@@ -105,14 +107,16 @@ def stage_seconds(
         )
         return _cost(decoding.generate(), 0.0, len(candidates))
     train = model_stage.stage is Stage.TRAIN
-    passes = Passes(
-        sizes=sizes,
-        workload=workload,
-        candidates=candidates,
-        prices=prices,
-        execution=execution,
-        train=train,
-    )
+    if layers is None:
+        layers = LayerPasses(
+            sizes=sizes,
+            workload=workload,
+            candidates=candidates,
+            prices=prices,
+            execution=execution,
+            train=train,
+        )
+    passes = Passes(sizes=sizes, layers=layers)
     if not train:
         spent, bubble_s = passes.batch()
         return _cost(spent, bubble_s, len(candidates))
@@ -123,9 +127,12 @@ def stage_seconds(
 
 def _cost(spent: Spent, bubble_s: Value, count: int) -> StageCost:
     return StageCost(
-        seconds={
-            operation: np.broadcast_to(np.asarray(seconds, np.float64), (count,))
-            for operation, seconds in spent.items()
-        },
-        bubble_s=np.broadcast_to(np.asarray(bubble_s, np.float64), (count,)),
+        seconds={operation: _by_candidate(seconds, count) for operation, seconds in spent.items()},
+        bubble_s=_by_candidate(bubble_s, count),
     )
+
+
+def _by_candidate(value: Value, count: int) -> Floats:
+    """[C] of a value that may be the same for all."""
+    array = np.asarray(value, np.float64)
+    return array if array.shape == (count,) else np.full(count, array)

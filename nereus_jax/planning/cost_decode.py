@@ -11,6 +11,7 @@ ends the stage.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +45,9 @@ POINTS = 8
 
 GRID = 128
 """Points of the curves of a histogram."""
+
+FEW = 8
+"""Candidates whose largest draws are worked out one by one, not from a table."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,11 +117,18 @@ def _expected_max(grid: Floats, survival: Floats, count: Value) -> Floats:
     It is smooth in the logarithm of the count, and interpolated there.
     """
     logs = np.log(np.asarray(count, np.float64))
+    log_below = np.log1p(-np.minimum(survival, 1.0 - 1e-12))
+    if logs.size <= FEW:
+        return _area(1.0 - np.exp(np.exp(logs)[:, None] * log_below), grid)
     width = float(logs.max() - logs.min()) + 1e-9
     knots = float(logs.min()) + width * np.arange(GRID // 2) / (GRID // 2 - 1)
-    log_below = np.log1p(-np.minimum(survival, 1.0 - 1e-12))
-    above = 1.0 - np.exp(np.exp(knots)[:, None] * log_below[None, :])
-    return _on_curve(logs, knots, (above[:, :-1] + above[:, 1:]).sum(axis=1) / 2 * grid[1])
+    return _on_curve(logs, knots, _area(1.0 - np.exp(np.exp(knots)[:, None] * log_below), grid))
+
+
+def _area(values: Floats, grid: Floats) -> Floats:
+    """Integrals of rows of values over the grid."""
+    ends = (values[:, 0] + values[:, -1]) / 2
+    return (values[:, 1:-1].sum(axis=1) + ends) * grid[1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,30 +156,48 @@ class Decoding:
         full_context = prompt + plan.full_age
         if execution.static_slots:  # the cache is read as far as the longest row reaches
             full_context = prompt + np.maximum(plan.full_age, plan.drain_steps)
-        full = self._step(slots[:, None].astype(np.float64), full_context[:, None])
-        drain = self._step(column * busy, prompt + plan.age)
-        return added(
-            self._prefill(rows, slots),
-            {k: np.broadcast_to(v, (len(c), 1))[:, 0] * plan.full_steps for k, v in full.items()},
-            {
-                k: np.broadcast_to(v, plan.busy.shape).mean(axis=1) * plan.drain_steps
-                for k, v in drain.items()
-            },
+        # Of the first column there are `full_steps`, of the others `drain_steps` together.
+        times = np.repeat(plan.drain_steps[:, None] / POINTS, 1 + POINTS, axis=1)
+        times[:, 0] = plan.full_steps
+        stepped = self._steps(
+            times,
+            np.concatenate([column, column * busy], axis=1),
+            np.concatenate([full_context[:, None], prompt + plan.age], axis=1),
         )
+        return added(self._prefill(rows, slots), stepped)
 
-    def _step(self, slots: Floats, context: Floats) -> Spent:
-        """One token for each of [C, K] slots with [C, K] cached tokens each.
+    def _steps(self, times: Floats, slots: Floats, context: Floats) -> Spent:
+        """`times` [C, K] steps of one token for each of [C, K] slots, with [C, K] cached tokens
+        each.
 
-        The pp groups follow each other through the ranks: a step is pp ticks of a group each.
+        The pp groups follow each other through the ranks: a step is pp ticks of a group each. All
+        but the products is proportional to the slots, or to the tokens cached for them.
         """
         c, sizes, prices = self.candidates, self.sizes, self.prices
-        pp, tp = c.pp[:, None], c.tp[:, None]
-        rows, layers = slots / pp, -(-sizes.num_layers // pp)
-        weights = layer_weights(sizes, tp)
-        products = prices.product(
-            2.0 * rows * weights, weights * prices.element_bytes, aligned_widths(sizes, tp)
-        )
-        cached = rows * context * 2.0 * sizes.kv_dim * kv_share(sizes, tp) * prices.element_bytes
+        pp, tp = c.pp, c.tp
+        layers, ticks = -(-sizes.num_layers // pp), times.sum(axis=1)
+        rows = (times * slots).sum(axis=1) / ticks / pp
+        cached_rows = (times * slots * context).sum(axis=1) / ticks / pp
+        parts = pp * tp if self.execution.vocab_over_pp else tp
+
+        def mean_over_steps(spend: Callable[[Value, Candidates, Value], Spent]) -> Spent:
+            if self.execution.static_slots:  # every step computes as many
+                return spend(rows, c, parts)
+            index = np.repeat(np.arange(len(c)), times.shape[1])
+            each = spend((slots / pp[:, None]).ravel(), c.take(index), parts[index])
+            share = times / ticks[:, None]
+            return {k: (np.reshape(v, share.shape) * share).sum(axis=1) for k, v in each.items()}
+
+        def products(rows: Value, c: Candidates, parts: Value) -> Spent:
+            weights = layer_weights(sizes, c.tp)
+            return prices.product(
+                2.0 * rows * weights, weights * prices.element_bytes, aligned_widths(sizes, c.tp)
+            )
+
+        def head(rows: Value, c: Candidates, parts: Value) -> Spent:
+            return head_pass(sizes, rows, parts, prices, 1.0)
+
+        cached = cached_rows * 2.0 * sizes.kv_dim * kv_share(sizes, tp) * prices.element_bytes
         cache: Spent = {
             OperationClass.DECODE_MEMORY: prices.memory_s(cached, OperationClass.DECODE_MEMORY),
             OperationClass.LAUNCH: prices.launch_s(float(KERNELS_PER_LAYER)),
@@ -177,12 +206,11 @@ class Decoding:
         tensor = scaled(prices.all_reduce(hidden_bytes, tp, 1), 2.0)
         crosses = pp * tp > prices.hardware.devices_per_node
         hop = prices.send(hidden_bytes, crosses, np.where(pp > 1, 1.0, 0.0))
-        parts = pp * tp if self.execution.vocab_over_pp else tp
-        head = head_pass(sizes, rows, parts, prices, 1.0)
         embedded = prices.all_reduce(hidden_bytes, parts, 1)
         drawn: Spent = {OperationClass.LAUNCH: prices.launch_s(2.0 * KERNELS_PER_LAYER)}
-        tick = added(scaled(added(products, cache, tensor), layers), hop, head, embedded, drawn)
-        return scaled(tick, pp)
+        layer = added(mean_over_steps(products), cache, tensor)
+        tick = added(scaled(layer, layers), hop, mean_over_steps(head), embedded, drawn)
+        return scaled(tick, pp * ticks)
 
     def _prefill(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> Spent:
         """The prompts of all rows of a replica through the layers, as many at a time as slots."""

@@ -182,9 +182,12 @@ def head_pass(
     return added(scaled(products, passes), scaled(logits, min(passes, 2.0)))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Passes:
-    """SCORE, or one update of TRAIN, for candidates [C]."""
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LayerPasses:
+    """What SCORE, or one update of TRAIN, does in the layers, for candidates [C].
+
+    Whatever the model ends in: it is worked out once for the heads of a model.
+    """
 
     sizes: ModelSizes
     workload: Workload
@@ -193,21 +196,18 @@ class Passes:
     execution: Execution
     train: bool
 
-    @property
-    def _layers(self) -> NDArray[np.int64]:
-        """[C] layers of the rank that has most."""
-        return -(-self.sizes.num_layers // self.candidates.pp)
-
     @functools.cached_property
-    def _batch(self) -> Batch:
+    def batch(self) -> Batch:
+        """How a replica's sequences are cut."""
         rows = self.workload.rows
         sequences = min(self.workload.minibatch_size, rows) if self.train else rows
         return Batch.of(self.workload, self.candidates, self.execution, sequences)
 
-    def _layer(self) -> Spent:
+    @functools.cached_property
+    def layer(self) -> Spent:
         """All passes of one microbatch through one layer, tensor parallelism included."""
         c, execution = self.candidates, self.execution
-        micro = self._batch.micro
+        micro = self.batch.micro
         forward, scores = layer_forward(self.sizes, micro, c.tp, self.prices, execution)
         recompute = c.remat & self.train
         only_scores = execution.recompute_attention_only
@@ -220,32 +220,83 @@ class Passes:
         reduced = 2.0 + (2.0 if self.train else 0.0)
         extra = float(execution.recomputed_all_reduces)
         reduced = reduced + np.where(recompute & (not only_scores), extra, 0.0)
-        tensor = self.prices.all_reduce(hidden_bytes, c.tp, 1)
+        tensor = self.prices.ring(c.tp, 1).collective(hidden_bytes)
         return added(scaled(forward, passes), scaled(scores, score_passes), scaled(tensor, reduced))
+
+    @functools.cached_property
+    def layer_s(self) -> Value:
+        """Seconds of `layer`."""
+        return total_s(self.layer)
+
+    @functools.cached_property
+    def hops(self) -> Spent:
+        """Activations, and their gradients, from one pipeline rank to the next in a flush."""
+        c, execution = self.candidates, self.execution
+        num_bytes = self.batch.micro.tokens * self.sizes.embed_dim * self.prices.element_bytes
+        num_bytes = num_bytes / np.where(execution.p2p_scattered, c.tp, 1)
+        ticks = (
+            (self.batch.microbatches + c.pp - 1) * execution.interleave * (2 if self.train else 1)
+        )
+        crosses = c.pp * c.tp > self.prices.hardware.devices_per_node
+        return self.prices.send(num_bytes, crosses, np.where(c.pp > 1, ticks, 0))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Passes:
+    """SCORE, or one update of TRAIN, of a model with a head."""
+
+    sizes: ModelSizes
+    layers: LayerPasses
+
+    @property
+    def candidates(self) -> Candidates:
+        """[C]."""
+        return self.layers.candidates
+
+    @property
+    def prices(self) -> Prices:
+        """Of the hardware."""
+        return self.layers.prices
+
+    @property
+    def execution(self) -> Execution:
+        """Of the engine."""
+        return self.layers.execution
+
+    @property
+    def train(self) -> bool:
+        """Whether it is an update."""
+        return self.layers.train
+
+    @property
+    def _batch(self) -> Batch:
+        return self.layers.batch
 
     def _flush(self) -> tuple[Spent, Value]:
         """One pipeline flush, and how much of it is bubble."""
-        c, execution = self.candidates, self.execution
-        layer, layers = self._layer(), self._layers
+        c, execution, sizes = self.candidates, self.execution, self.sizes
+        layer, layer_s = self.layers.layer, self.layers.layer_s
+        layers = -(-sizes.num_layers // c.pp)  # of the rank that has most
         micro = self._batch.microbatches
-        layers_in_all = layers * c.pp if execution.padded_layers else self.sizes.num_layers
+        layers_in_all = layers * c.pp if execution.padded_layers else sizes.num_layers
         head: Spent = {}
+        head_s: Value = 0.0
         slowest_layers, slowest_heads = layers.astype(np.float64), 0.0
         if not execution.vocab_over_pp:
             tokens = self._batch.micro.head_tokens
-            head = head_pass(self.sizes, tokens, c.tp, self.prices, self._head_passes)
-            head_s, layer_s = total_s(head), total_s(layer)
-            last = self.sizes.num_layers // c.pp
+            head = head_pass(sizes, tokens, c.tp, self.prices, self._head_passes)
+            head_s = total_s(head)
+            last = sizes.num_layers // c.pp
             at_last = last * layer_s + head_s > layers * layer_s
             slowest_layers = np.where(at_last, last, layers)
             slowest_heads = np.where(at_last, 1.0, 0.0)
         parts = float(execution.interleave)
         layer_count = micro * slowest_layers + (layers_in_all - slowest_layers) / parts
         head_count = micro * slowest_heads + (1.0 - slowest_heads) / parts
-        spent = added(scaled(layer, layer_count), scaled(head, head_count if head else 1.0))
-        mean = micro * (total_s(layer) * self.sizes.num_layers + total_s(head)) / c.pp
-        bubble_s = np.maximum(total_s(spent) - mean, 0.0)
-        return added(spent, self._hops(), self._accumulation()), bubble_s
+        mean_s = micro * (layer_s * sizes.num_layers + head_s) / c.pp
+        bubble_s = np.maximum(layer_s * layer_count + head_s * head_count - mean_s, 0.0)
+        spent = added(scaled(layer, layer_count), scaled(head, head_count))
+        return added(spent, self.layers.hops, self._accumulation()), bubble_s
 
     def _accumulation(self) -> Spent:
         """A microbatch's gradients added to those before it: two read, one written."""
@@ -255,17 +306,6 @@ class Passes:
         traffic = 3.0 * self.execution.grad_bytes * self.sizes.params / (c.pp * c.tp)
         added_s = self.prices.memory_s(traffic, OperationClass.MEMORY)
         return {OperationClass.MEMORY: added_s * self._batch.microbatches}
-
-    def _hops(self) -> Spent:
-        """Activations, and their gradients, from one pipeline rank to the next."""
-        c, execution = self.candidates, self.execution
-        num_bytes = self._batch.micro.tokens * self.sizes.embed_dim * self.prices.element_bytes
-        num_bytes = num_bytes / np.where(execution.p2p_scattered, c.tp, 1)
-        ticks = (
-            (self._batch.microbatches + c.pp - 1) * execution.interleave * (2 if self.train else 1)
-        )
-        crosses = c.pp * c.tp > self.prices.hardware.devices_per_node
-        return self.prices.send(num_bytes, crosses, np.where(c.pp > 1, ticks, 0))
 
     @property
     def _head_passes(self) -> float:
@@ -282,11 +322,13 @@ class Passes:
         width = self.sizes.embed_dim * self.prices.element_bytes
         parts = c.pp * c.tp
         passes = 2.0 if self.train else 1.0
-        embedded = self.prices.all_reduce(tokens * width, parts, 1)
-        picked = self.prices.all_reduce(head_tokens * width, c.pp, c.tp)
-        summed = self.prices.all_reduce(head_tokens * width, np.where(self.train, parts, 1), 1)
+        replica = self.prices.ring(parts, 1)
+        embedded = replica.collective(tokens * width)
+        picked = self.prices.ring(c.pp, c.tp).collective(head_tokens * width, 2.0 * passes)
         head = head_pass(self.sizes, head_tokens, parts, self.prices, self._head_passes)
-        return added(embedded, scaled(picked, passes), summed, head)
+        # In TRAIN the gradients of the hidden states are summed, too.
+        summed = replica.collective(head_tokens * width) if self.train else {}
+        return added(embedded, picked, summed, head)
 
     def batch(self) -> tuple[Spent, Value]:
         """All flushes of a replica, and how much of their seconds is bubble."""
@@ -324,13 +366,13 @@ class Passes:
         """What an unsharded update sends: (gradients, gathered parameters)."""
         c, execution = self.candidates, self.execution
         elements, stride = self.sizes.params / (c.pp * c.tp), c.pp * c.tp
-        whole = self.prices.all_reduce(elements * execution.grad_bytes, c.dp, stride)
+        replicas = self.prices.ring(c.dp, stride)
+        whole = replicas.collective(elements * execution.grad_bytes)
         # Under ZeRO-1 over all replicas a reduce-scatter will do.
-        scatter = c.zero1 & (self._zero_ranks == c.dp)
+        scatter = c.zero1 & (self._zero_ranks == c.dp) & execution.zero_scatters
         gradients = scaled(whole, np.where(scatter, 0.5, 1.0))
-        gather = self.prices.all_reduce(
-            elements * execution.gather_bytes, self._zero_ranks, stride, passes=1.0
-        )
+        sharing = self.prices.ring(self._zero_ranks, stride) if execution.zero_ranks else replicas
+        gather = sharing.collective(elements * execution.gather_bytes, 1.0)
         return gradients, scaled(gather, np.where(c.zero1, 1.0, 0.0))
 
     def sharded_sync(self, gathers: Value, scatters: Value) -> Spent:
@@ -339,9 +381,10 @@ class Passes:
         elements = self.sizes.params / stride
         gather = elements * self.prices.element_bytes
         scatter = elements * self.execution.grad_bytes
+        replicas = self.prices.ring(c.dp, stride)
         return added(
-            scaled(self.prices.all_reduce(gather, c.dp, stride, passes=1.0), gathers),
-            scaled(self.prices.all_reduce(scatter, c.dp, stride, passes=1.0), scatters),
+            scaled(replicas.collective(gather, 1.0), gathers),
+            scaled(replicas.collective(scatter, 1.0), scatters),
         )
 
 

@@ -80,6 +80,7 @@ class Execution:
       p2p_scattered: tp ranks send a part each between pipeline ranks.
       sync: how replicas agree.
       zero_ranks: replicas that share the optimizer's state under ZeRO-1; 0: all.
+      zero_scatters: under ZeRO-1 over all replicas gradients are scattered, not summed everywhere.
       grad_bytes: of a gradient on the wire.
       gather_bytes: of a parameter that is gathered.
       head_passes: passes of the head: forward, two backward, and one for recomputed logits.
@@ -98,6 +99,7 @@ class Execution:
     p2p_scattered: bool = False
     sync: DataSync = DataSync.AT_END
     zero_ranks: int = 0
+    zero_scatters: bool = True
     grad_bytes: float = 4.0
     gather_bytes: float = 4.0
     head_passes: float = 4.0
@@ -216,29 +218,28 @@ class Prices:
             OperationClass.DECODE_MEMORY: memory * factor,
         }
 
-    def all_reduce(
-        self, num_bytes: Value, ranks: Value, stride: Value, *, passes: float = 2.0
-    ) -> Spent:
-        """An all-reduce in the node, then between nodes.
-
-        Ring: passes * (n - 1) / n * bytes / bandwidth; a tree's latency: passes * log2(n) hops. The
-        ranks of a group in one node use their links to other nodes together.
+    def ring(self, ranks: Value, stride: Value) -> "Ring":
+        """What groups of ranks take for a collective.
 
         Args:
-          num_bytes: of the whole buffer of a rank.
           ranks: of the group.
           stride: devices from one rank of the group to the next.
-          passes: 2; a reduce-scatter or an all-gather is 1.
         """
-        in_node = np.clip(self.hardware.devices_per_node // np.maximum(stride, 1), 1, ranks)
+        in_node = np.minimum(np.maximum(self.hardware.devices_per_node // stride, 1), ranks)
         nodes = np.ceil(ranks / in_node)
         intra, inter = self.hardware.intra_node, self.hardware.inter_node
-        return {
-            OperationClass.ALL_REDUCE_INTRA: _ring_s(intra, num_bytes, in_node, passes)
-            / self.efficiencies[OperationClass.ALL_REDUCE_INTRA],
-            OperationClass.ALL_REDUCE_INTER: _ring_s(inter, num_bytes / in_node, nodes, passes)
-            / self.efficiencies[OperationClass.ALL_REDUCE_INTER],
-        }
+        intra_reached = self.efficiencies[OperationClass.ALL_REDUCE_INTRA]
+        inter_reached = self.efficiencies[OperationClass.ALL_REDUCE_INTER]
+        return Ring(
+            intra_s_per_byte=_byte_s(intra, in_node) / intra_reached,
+            intra_latency_s=_hops(in_node) * (intra.latency_s / intra_reached),
+            inter_s_per_byte=_byte_s(inter, nodes) / (in_node * inter_reached),
+            inter_latency_s=_hops(nodes) * (inter.latency_s / inter_reached),
+        )
+
+    def all_reduce(self, num_bytes: Value, ranks: Value, stride: Value) -> Spent:
+        """One `Ring.collective` of a group that has no other."""
+        return self.ring(ranks, stride).collective(num_bytes)
 
     def send(self, num_bytes: Value, crosses_nodes: NDArray[np.bool_], sends: Value) -> Spent:
         """Messages between neighbours, one after the other."""
@@ -252,10 +253,45 @@ class Prices:
         return spent
 
 
-def _ring_s(link: Link, num_bytes: Value, ranks: Value, passes: float) -> Value:
-    """Seconds of a ring at the peak; one rank takes none."""
-    moved = passes * (ranks - 1) / ranks * num_bytes / link.bytes_per_s
-    return moved + passes * np.ceil(np.log2(ranks)) * link.latency_s
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Ring:
+    """Collectives of groups of ranks, in the node and then between nodes, for one pass.
+
+    Ring: (n - 1) / n * bytes / bandwidth; a tree's latency: log2(n) hops. The ranks of a group in
+    one node use their links to other nodes together.
+
+    Attributes:
+      intra_s_per_byte, inter_s_per_byte: [C] of the whole buffer of a rank.
+      intra_latency_s, inter_latency_s: [C].
+    """
+
+    intra_s_per_byte: Value
+    intra_latency_s: Value
+    inter_s_per_byte: Value
+    inter_latency_s: Value
+
+    def collective(self, num_bytes: Value, passes: float = 2.0) -> Spent:
+        """An all-reduce, which is two passes; a reduce-scatter or an all-gather is one.
+
+        Args:
+          num_bytes: of the whole buffer of a rank.
+          passes: over the ring.
+        """
+        intra_s = num_bytes * self.intra_s_per_byte + self.intra_latency_s
+        inter_s = num_bytes * self.inter_s_per_byte + self.inter_latency_s
+        return {
+            OperationClass.ALL_REDUCE_INTRA: passes * intra_s,
+            OperationClass.ALL_REDUCE_INTER: passes * inter_s,
+        }
+
+
+def _byte_s(link: Link, ranks: Value) -> Value:
+    """Seconds of a byte in one pass at the peak; one rank takes none."""
+    return (1.0 - 1.0 / ranks) / link.bytes_per_s
+
+
+def _hops(ranks: Value) -> Value:
+    return np.ceil(np.log2(ranks))
 
 
 def added(*parts: Spent) -> Spent:

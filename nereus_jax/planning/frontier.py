@@ -12,6 +12,7 @@ with infinite ones.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,10 +98,43 @@ class Curves:
         """The point with fewest resident bytes in so many seconds; there must be one."""
         return int(np.searchsorted(self.seconds[row], seconds, side="right")) - 1
 
+    def rows(self, numbers: Sequence[int], each: int) -> "Curves":
+        """Some blocks of so many rows each."""
+        index = (np.array(numbers)[:, None] * each + np.arange(each)).ravel()
+        return Curves(
+            seconds=self.seconds[index], resident=self.resident[index], source=self.source[index]
+        )
+
+    def slice(self, start: int, count: int) -> "Curves":
+        """Rows that follow each other."""
+        part = slice(start, start + count)
+        return Curves(
+            seconds=self.seconds[part], resident=self.resident[part], source=self.source[part]
+        )
+
     def first_below(self, resident_bytes: float) -> int | None:
         """The fastest point of the first row with at most so many resident bytes."""
         below = np.flatnonzero(self.resident[0] <= resident_bytes)
         return int(below[0]) if len(below) else None
+
+
+def stacked(curves: Sequence[Curves]) -> Curves:
+    """The rows of curves one after the other."""
+    if len(curves) == 1:
+        return curves[0]
+    points = max(c.seconds.shape[1] for c in curves)
+    rows = np.cumsum([0] + [len(c.seconds) for c in curves])
+    shape = int(rows[-1]), points
+    packed = Curves(
+        seconds=np.full(shape, np.inf),
+        resident=np.full(shape, np.inf),
+        source=np.zeros(shape, np.int64),
+    )
+    for c, start in zip(curves, rows[:-1].tolist(), strict=True):
+        place = slice(start, start + len(c.seconds)), slice(c.seconds.shape[1])
+        packed.seconds[place], packed.resident[place] = c.seconds, c.resident
+        packed.source[place] = c.source
+    return packed
 
 
 def lower_left(seconds: Floats, resident: Floats, source: Ints) -> Curves:
@@ -157,6 +191,7 @@ def frontier(options: StageOptions, widths: list[int], limit_bytes: float) -> Fr
     """
     candidates, held, working = options.candidates, options.held_bytes, options.working_bytes
     index = np.flatnonzero(held + working <= limit_bytes)
+    index = index[_best_of_forms(options, index)]
     resident, peak, seconds = held[index], working[index], options.seconds[index]
     parked = np.zeros(len(index), np.bool_)
     if options.park_seconds is not None:
@@ -167,9 +202,7 @@ def frontier(options: StageOptions, widths: list[int], limit_bytes: float) -> Fr
         index = np.concatenate([index, index])
     order = np.lexsort((peak, seconds, resident))
     seconds, resident, peak = seconds[order], resident[order], peak[order]
-    group = np.cumsum(np.diff(resident, prepend=resident[:1]) > 0)
-    # Each group below the one before, so that a running minimum starts anew.
-    shifted = peak - group * (2.0 * float(peak.max(initial=0.0)) + 1.0)
+    shifted = _shifted(peak, np.cumsum(np.diff(resident, prepend=resident[:1]) > 0))
     devices, tp = candidates.devices[index[order]], candidates.tp[index[order]]
     fits = np.stack([devices <= width for width in widths])
     fits[:-1] &= np.array(widths[:-1], np.int64)[:, None] % tp == 0
@@ -186,3 +219,26 @@ def frontier(options: StageOptions, widths: list[int], limit_bytes: float) -> Fr
         parked=parked[order][kept],
         fits=needed[:, kept],
     )
+
+
+def _best_of_forms(options: StageOptions, index: Ints) -> Ints:
+    """Which of some candidates have fewer working bytes than all faster ones of their form.
+
+    A form holds as many bytes, on as many devices: this is what most candidates fail, and it is
+    found before the widths of lanes, and parking, multiply them.
+    """
+    forms, held = options.candidates.forms[index], options.held_bytes[index]
+    order = np.argsort(options.seconds[index], kind="stable")
+    order = order[np.argsort(forms[order], kind="stable")]
+    first = np.ones(len(order), np.bool_)
+    first[1:] = np.diff(forms[order]) != 0
+    first[1:] |= np.diff(held[order]) != 0
+    lowest = np.minimum.accumulate(_shifted(options.working_bytes[index[order]], np.cumsum(first)))
+    first[1:] |= lowest[1:] < lowest[:-1]
+    return order[first]
+
+
+def _shifted(values: Floats, group: Ints) -> Floats:
+    """Each group's values below those of the groups before it, so that a running minimum starts
+    anew."""
+    return values - group * (2.0 * float(values.max(initial=0.0)) + 1.0)

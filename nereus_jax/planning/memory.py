@@ -131,9 +131,6 @@ class MemoryModel:
         """
         train = model_stage.stage is Stage.TRAIN
         dtype = param_dtype if train else compute_dtype
-        state = state_bytes(
-            model.spec(head, dtype), dtype, candidates, model.num_kv_heads, train=train
-        )
         terms = Terms(
             model=model,
             head=head,
@@ -142,6 +139,14 @@ class MemoryModel:
             param_dtype=dtype,
             compute_dtype=compute_dtype,
             token_chunk=self.token_chunk,
+        )
+        state = state_bytes(
+            terms.spec,
+            dtype,
+            candidates,
+            model.num_kv_heads,
+            train=train,
+            elements=terms.elements.all,
         )
         if train:
             parts = _train_bytes(terms, self.coefficients)

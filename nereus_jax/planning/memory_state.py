@@ -9,11 +9,12 @@ takes as arguments beside the state. These are exact.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nereus_jax.core.architectures import LAYER_PREFIX
 from nereus_jax.core.emu_spec import DTYPE_BYTES, EmuSpec, LeafSpec
 from nereus_jax.core.layout import DP, KV, KVR, PP
 from nereus_jax.planning.candidates import Candidates, Ints
@@ -52,26 +53,45 @@ class _Shards:
         return self._cuts[axes]
 
 
-def local_elements(spec: EmuSpec, degrees: Degrees, prefix: str = "") -> Ints:
-    """[C] elements that a device holds of all leaves whose names begin with the prefix."""
-    some, which = _distinct(degrees, (PP, KV, KVR))
-    shards, total = _Shards(some), np.zeros_like(some[PP])
+def _alike(spec: EmuSpec) -> dict[tuple[object, ...], list[LeafSpec]]:
+    """Leaves that are cut alike, those of the layers and others apart."""
+    groups: dict[tuple[object, ...], list[LeafSpec]] = {}
     for leaf in spec:
-        if leaf.name.startswith(prefix):
-            total = total + math.prod(shards.dims(leaf, spec))
-    return total[which]
+        key = leaf.name.startswith(LAYER_PREFIX), leaf.shape, leaf.logical_axes
+        groups.setdefault(key, []).append(leaf)
+    return groups
+
+
+class ShardElements(NamedTuple):
+    """[C] elements that a device holds: of all leaves, and of those of the layers."""
+
+    all: Ints
+    layers: Ints
+
+
+def shard_elements(spec: EmuSpec, degrees: Degrees) -> ShardElements:
+    """What a device holds of a model."""
+    some, which = _distinct(degrees, (PP, KV, KVR))
+    shards, layers, rest = _Shards(some), np.zeros_like(some[PP]), np.zeros_like(some[PP])
+    for (in_layers, *_), leaves in _alike(spec).items():
+        elements = math.prod(shards.dims(leaves[0], spec)) * len(leaves)
+        if in_layers:
+            layers = layers + elements
+        else:
+            rest = rest + elements
+    return ShardElements((layers + rest)[which], layers[which])
 
 
 def zero_elements(spec: EmuSpec, degrees: Degrees) -> Ints:
     """[C] the same of all leaves, each also split over dp, where a dim of the shard divides."""
     some, which = _distinct(degrees, (DP, PP, KV, KVR))
     shards, total = _Shards(some), np.zeros_like(some[DP])
-    for leaf in spec:
-        dims = shards.dims(leaf, spec)
+    for leaves in _alike(spec).values():
+        dims = shards.dims(leaves[0], spec)
         divides = np.zeros_like(some[DP], np.bool_)
         for dim in dims:
             divides |= dim % some[DP] == 0
-        total = total + math.prod(dims) // np.where(divides, some[DP], 1)
+        total = total + len(leaves) * (math.prod(dims) // np.where(divides, some[DP], 1))
     return total[which]
 
 
@@ -105,7 +125,13 @@ class StateBytes:
 
 
 def state_bytes(
-    spec: EmuSpec, dtype: str, candidates: Candidates, num_kv_heads: int, *, train: bool
+    spec: EmuSpec,
+    dtype: str,
+    candidates: Candidates,
+    num_kv_heads: int,
+    *,
+    train: bool,
+    elements: Ints | None = None,
 ) -> StateBytes:
     """What a model-stage holds between its programs.
 
@@ -115,10 +141,12 @@ def state_bytes(
       candidates: layouts.
       num_kv_heads: of the model.
       train: there is an optimizer.
+      elements: [C] of the parameters on a device, where they are known.
     """
     degrees = mesh_degrees(candidates, num_kv_heads)
     item = DTYPE_BYTES[dtype]
-    elements = local_elements(spec, degrees)
+    if elements is None:
+        elements = shard_elements(spec, degrees).all
     optimizer = np.zeros(len(candidates))
     if train:
         owned = elements

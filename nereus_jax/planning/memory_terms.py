@@ -12,11 +12,18 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from nereus_jax.core.architectures import LAYER_PREFIX, DecoderConfig, Head
+from nereus_jax.core.architectures import DecoderConfig, Head
 from nereus_jax.core.emu_spec import DTYPE_BYTES, EmuSpec
 from nereus_jax.core.layout import KV
 from nereus_jax.planning.candidates import Candidates, Ints
-from nereus_jax.planning.memory_state import Degrees, Floats, floats, local_elements, mesh_degrees
+from nereus_jax.planning.memory_state import (
+    Degrees,
+    Floats,
+    ShardElements,
+    floats,
+    mesh_degrees,
+    shard_elements,
+)
 from nereus_jax.planning.workload import Workload
 
 QUERY_BLOCK = 512
@@ -106,14 +113,19 @@ class Terms:
         return -(-self.model.num_layers // self.candidates.pp)
 
     @functools.cached_property
+    def elements(self) -> ShardElements:
+        """[C] of the weights on a device."""
+        return shard_elements(self.spec, self.degrees)
+
+    @functools.cached_property
     def param_bytes(self) -> Floats:
         """[C] of all weights."""
-        return floats(local_elements(self.spec, self.degrees) * DTYPE_BYTES[self.param_dtype])
+        return floats(self.elements.all * DTYPE_BYTES[self.param_dtype])
 
     @functools.cached_property
     def layer_params(self) -> Floats:
         """[C] elements of one layer."""
-        return floats(local_elements(self.spec, self.degrees, LAYER_PREFIX) / self.layers)
+        return floats(self.elements.layers / self.layers)
 
     @functools.cached_property
     def layers_bytes(self) -> Floats:

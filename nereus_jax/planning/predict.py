@@ -11,15 +11,18 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from nereus_jax.core.architectures import Head
 from nereus_jax.core.devices import DeviceId
 from nereus_jax.core.execution_plan import ExecutionPlan, StageChoice
 from nereus_jax.core.layout import ParallelLayout
 from nereus_jax.core.roles import ModelStage, Stage
 from nereus_jax.planning.calibration import OperationClass
 from nereus_jax.planning.candidates import SCORE_FLUSH_PER_RANK, Candidates
+from nereus_jax.planning.cost import StageCost
 from nereus_jax.planning.memory import StageMemory
 from nereus_jax.planning.search_problem import (
     PlanProblem,
+    layer_passes,
     park_s,
     stage_cost,
     stage_memory,
@@ -91,16 +94,22 @@ def predict_stage_seconds(
     """
     predicted: dict[ModelStage, SecondsByClass] = {}
     for stages in _alike(problem, execution.plan.placements):
-        cost = stage_cost(problem, stages[0], candidates_of(problem.workload, stages, execution))
-        predicted |= {stage: cost.at(i) for i, stage in enumerate(stages)}
+        candidates = candidates_of(problem.workload, stages, execution)
+        layers = layer_passes(problem, stages[0], candidates)
+        costs: dict[Head, StageCost] = {}
+        for i, stage in enumerate(stages):
+            head = problem.head(stage)
+            if head not in costs:
+                costs[head] = stage_cost(problem, stage, candidates, layers)
+            predicted[stage] = costs[head].at(i)
     return {stage: predicted[stage] for stage in execution.plan.placements}
 
 
 def _alike(problem: PlanProblem, stages: Iterable[ModelStage]) -> list[list[ModelStage]]:
-    """Model-stages that do the same with the same model: priced together."""
+    """Model-stages that do the same with the same layers: priced together."""
     groups: dict[tuple[object, ...], list[ModelStage]] = {}
     for stage in stages:
-        key = stage.stage, id(problem.models[stage.role]), problem.head(stage)
+        key = stage.stage, id(problem.models[stage.role])
         groups.setdefault(key, []).append(stage)
     return list(groups.values())
 

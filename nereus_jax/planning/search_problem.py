@@ -15,9 +15,10 @@ from nereus_jax.core.roles import ModelStage, Role, Stage
 from nereus_jax.core.workflow import StageCall, Workflow
 from nereus_jax.planning.calibration import Efficiencies, OperationClass
 from nereus_jax.planning.candidates import Candidates, enumerate_candidates
-from nereus_jax.planning.cost import StageCost, stage_seconds
+from nereus_jax.planning.cost import OUR_ENGINES, StageCost, stage_seconds
+from nereus_jax.planning.cost_passes import LayerPasses
 from nereus_jax.planning.cost_step import edge_seconds
-from nereus_jax.planning.cost_terms import Prices, total_s
+from nereus_jax.planning.cost_terms import ModelSizes, Prices, total_s
 from nereus_jax.planning.frontier import Floats, StageOptions
 from nereus_jax.planning.memory import MemoryModel, StageMemory
 from nereus_jax.planning.workload import Workload
@@ -146,8 +147,30 @@ def with_edges(problem: PlanProblem, stage: ModelStage, memory: StageMemory) -> 
     return memory.with_edge() if any(stage in (e.source, e.target) for e in edges) else memory
 
 
-def stage_cost(problem: PlanProblem, stage: ModelStage, candidates: Candidates) -> StageCost:
-    """The seconds of one call of a model-stage."""
+def layer_passes(
+    problem: PlanProblem, stage: ModelStage, candidates: Candidates
+) -> LayerPasses | None:
+    """What all heads of a model share in the seconds of SCORE or TRAIN; None for GENERATE."""
+    p = problem
+    if stage.stage is Stage.GENERATE:
+        return None
+    return LayerPasses(
+        sizes=ModelSizes.of(p.models[stage.role], p.head(stage)),
+        workload=p.workload,
+        candidates=candidates,
+        prices=Prices(hardware=p.hardware, efficiencies=p.efficiencies, dtype=p.compute_dtype),
+        execution=OUR_ENGINES,
+        train=stage.stage is Stage.TRAIN,
+    )
+
+
+def stage_cost(
+    problem: PlanProblem,
+    stage: ModelStage,
+    candidates: Candidates,
+    layers: LayerPasses | None = None,
+) -> StageCost:
+    """The seconds of one call of a model-stage; `layers` as in `stage_seconds`."""
     p = problem
     return stage_seconds(
         p.models[stage.role],
@@ -158,6 +181,7 @@ def stage_cost(problem: PlanProblem, stage: ModelStage, candidates: Candidates) 
         p.efficiencies,
         candidates,
         dtype=p.compute_dtype,
+        layers=layers,
     )
 
 
@@ -189,7 +213,7 @@ class Pricer:
     def __init__(self, problem: PlanProblem) -> None:
         self._problem = problem
         self._priced: dict[tuple[object, ...], tuple[Candidates, StageCost, StageMemory]] = {}
-        self._candidates: dict[tuple[object, ...], Candidates] = {}
+        self._shared: dict[tuple[object, ...], tuple[Candidates, LayerPasses | None]] = {}
 
     def price(self, stage: ModelStage) -> PricedStage:
         """The prices of a model-stage's candidates."""
@@ -217,8 +241,9 @@ class Pricer:
     ) -> tuple[Candidates, StageCost, StageMemory]:
         p = self._problem
         key = stage.stage, id(model)
-        if key not in self._candidates:
-            self._candidates[key] = stage_candidates(p, stage)
-        candidates = self._candidates[key]
+        if key not in self._shared:
+            candidates = stage_candidates(p, stage)
+            self._shared[key] = candidates, layer_passes(p, stage, candidates)
+        candidates, layers = self._shared[key]
         memory = stage_memory(p, stage, candidates)
-        return candidates, stage_cost(p, stage, candidates), memory
+        return candidates, stage_cost(p, stage, candidates, layers), memory

@@ -21,6 +21,7 @@ from nereus_jax.planning.frontier import (
     frontier,
     lower_left,
     one_after_the_other,
+    stacked,
 )
 from nereus_jax.planning.search_lanes import Subset, lane_layouts, make_cells, subsets
 
@@ -77,6 +78,7 @@ class Wave:
             if id(stage.seconds) not in made:  # model-stages with the same prices share it
                 made[id(stage.seconds)] = frontier(stage, widths, limit_bytes)
         self.frontiers = [made[id(stage.seconds)] for stage in options]
+        self._last: WaveCurve | None = None
 
     @property
     def runs(self) -> bool:
@@ -89,16 +91,39 @@ class Wave:
         return np.concatenate([front.working for front in self.frontiers])
 
     def curve(self, working_bytes: float, seconds: float = np.inf) -> "WaveCurve":
-        """The wave with only those options that work in so many bytes, up to so many seconds."""
+        """The wave with only those options that work in so many bytes, up to so many seconds.
+
+        The curve of the call before is given again where the options that it is made of are allowed
+        still: to leave out others changes nothing. It may then reach beyond the seconds.
+        """
+        last = self._last
+        if last is not None and last.serves(working_bytes, seconds):
+            return last
+        self._last = self._curve(working_bytes, seconds)
+        return self._last
+
+    def _curve(self, working_bytes: float, seconds: float) -> "WaveCurve":
         below = {id(f): f.below(working_bytes, seconds) for f in self.frontiers}
-        alone = [below[id(f)] for f in self.frontiers]
-        lanes: dict[Subset, Curves] = {}
-        for subset in subsets(len(alone)):
-            lane = alone[max(subset)]
-            if len(subset) > 1:
-                lane = one_after_the_other(lanes[subset[:-1]], lane, seconds)
-            lanes[subset] = lane
-        return WaveCurve(wave=self, alone=alone, lanes=lanes)
+        needed = [
+            front.working[below[id(front)].source].max(initial=0.0) for front in self.frontiers
+        ]
+        single = stacked([below[id(f)] for f in self.frontiers])
+        blocks = [single]
+        for size in range(2, len(self.frontiers) + 1):
+            firsts, lasts = _grown_from(len(self.frontiers), size)
+            widths = len(single.seconds) // len(self.frontiers)
+            blocks.append(
+                one_after_the_other(
+                    blocks[-1].rows(firsts, widths), single.rows(lasts, widths), seconds
+                )
+            )
+        return WaveCurve(
+            wave=self,
+            blocks=blocks,
+            needed_bytes=max(map(float, needed)),
+            working_bytes=working_bytes,
+            seconds=seconds,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,13 +132,33 @@ class WaveCurve:
 
     Attributes:
       wave: whose.
-      alone: curves of every model-stage; `source` is its option.
-      lanes: curves of model-stages one after the other; `source` as `one_after_the_other` has it.
+      blocks: curves of one, two, ... model-stages one after the other in a lane, one set of them
+        after the other in the order of `subsets`, with a row for every width; `source` is an option
+        of one, else as `one_after_the_other` has it.
+      needed_bytes: that its options work in.
+      working_bytes, seconds: within which its options were chosen.
     """
 
     wave: Wave
-    alone: Sequence[Curves]
-    lanes: Mapping[Subset, Curves]
+    blocks: Sequence[Curves]
+    needed_bytes: float
+    working_bytes: float
+    seconds: float
+
+    def serves(self, working_bytes: float, seconds: float) -> bool:
+        """Whether it is the curve within other bytes and seconds, too."""
+        fewer = self.needed_bytes <= working_bytes <= self.working_bytes
+        return fewer and seconds <= self.seconds
+
+    @property
+    def _widths(self) -> int:
+        """V."""
+        return len(self.blocks[0].seconds) // len(self.wave.options)
+
+    def _lane(self, subset: Subset) -> Curves:
+        """[V] curves of model-stages one after the other."""
+        number = _numbers(len(self.wave.options))[subset]
+        return self.blocks[len(subset) - 1].slice(number * self._widths, self._widths)
 
     @functools.cached_property
     def _table(self) -> tuple[Floats, Floats]:
@@ -121,8 +166,8 @@ class WaveCurve:
 
         Of the lanes of a layout the largest seconds and the largest resident bytes count.
         """
-        table = _layout_table(len(self.wave.options), len(self.alone[0].seconds))
-        lanes = self.lanes.values()
+        table = _layout_table(len(self.wave.options), self._widths)
+        lanes = self.blocks
         fastest = np.concatenate([curves.fastest() for curves in lanes])[table].max(axis=1)
         points = np.concatenate([curves.seconds.ravel() for curves in lanes])
         seconds = np.unique(points[(points >= fastest.min()) & np.isfinite(points)])
@@ -137,8 +182,8 @@ class WaveCurve:
     @functools.cached_property
     def curve(self) -> Curves:
         """One row: the best layout for each number of seconds; `source` is the layout."""
-        if len(self.alone) == 1:
-            alone = self.alone[0]
+        if len(self.wave.options) == 1:
+            alone = self.blocks[0]
             return dataclasses.replace(alone, source=np.zeros_like(alone.source))
         seconds, resident = self._table
         layout = resident.argmin(axis=0)
@@ -157,18 +202,18 @@ class WaveCurve:
         """What every model-stage does in a lane layout that takes so many seconds."""
         picks: dict[int, Pick] = {}
         for number, (subset, cells) in enumerate(self.wave.layouts[layout]):
-            row = min(cells, len(self.alone[0].seconds)) - 1
-            at = self.lanes[subset].point_within(row, seconds)
+            row = min(cells, self._widths) - 1
+            at = self._lane(subset).point_within(row, seconds)
             for last in range(len(subset), 1, -1):
-                source = int(self.lanes[subset[:last]].source[row, at])
-                at, right = divmod(source, self.alone[subset[last - 1]].seconds.shape[1])
+                source = int(self._lane(subset[:last]).source[row, at])
+                at, right = divmod(source, self.blocks[0].seconds.shape[1])
                 picks[subset[last - 1]] = self._pick(subset[last - 1], row, right, number, cells)
             picks[subset[0]] = self._pick(subset[0], row, at, number, cells)
         return tuple(picks[i] for i in range(len(self.wave.options)))
 
     def _pick(self, position: int, row: int, point: int, lane: int, cells: int) -> Pick:
         front = self.wave.frontiers[position]
-        option = int(self.alone[position].source[row, point])
+        option = int(self._lane((position,)).source[row, point])
         return Pick(
             model_stage=self.wave.options[position].model_stage,
             index=int(front.index[option]),
@@ -189,6 +234,25 @@ def _on_grid(curves: Curves, seconds: Floats) -> Floats:
     # Points before the grid's first one fall on it together; the last of them has fewest bytes.
     grid[rows, column] = curves.resident[rows, points]
     return np.minimum.accumulate(grid, axis=1, out=grid)
+
+
+@functools.cache
+def _numbers(model_stages: int) -> Mapping[Subset, int]:
+    """The number of each set of positions among those of its size."""
+    sizes: dict[int, int] = {}
+    numbers: dict[Subset, int] = {}
+    for subset in subsets(model_stages):
+        numbers[subset] = sizes.get(len(subset), 0)
+        sizes[len(subset)] = numbers[subset] + 1
+    return numbers
+
+
+@functools.cache
+def _grown_from(model_stages: int, size: int) -> tuple[list[int], list[int]]:
+    """For every set of a size: the number of the one without its last position, and that."""
+    numbers = _numbers(model_stages)
+    sets = [subset for subset in subsets(model_stages) if len(subset) == size]
+    return [numbers[s[:-1]] for s in sets], [s[-1] for s in sets]
 
 
 @functools.cache

@@ -81,3 +81,15 @@ def test_quick_run_of_the_memory_benchmark(tmp_path: Path) -> None:
     cpu = report["detail"]["cpu"]
     assert cpu["programs"] == cpu["arguments_exact"] == 3
     assert report["temp_max_error"] < 0.25
+
+
+@pytest.mark.slow
+def test_quick_run_on_emulated_devices(tmp_path: Path) -> None:
+    output = tmp_path / "live.json"
+    run("benchmarks/cost_model/live.py", "--quick", f"--json={output}")
+    report = json.loads(output.read_text())
+    assert report["points"] == len(report["rows"]) == 12
+    assert report["mape_live_least"] <= report["mape_live"] <= report["mape_live_most"]
+    assert set(report["by_stage"]) == {"actor-GENERATE", "reference-SCORE", "actor-TRAIN"}
+    assert all(row["measured_s"] > 0 and row["error"] is not None for row in report["rows"])
+    assert report["mape_live"] < 1.0, "a model that has learned is not off by a factor of two"

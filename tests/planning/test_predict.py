@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from nereus_jax.core.devices import DeviceId
@@ -77,6 +78,16 @@ def test_plans_of_a_search_have_the_seconds_and_bytes_that_they_were_chosen_for(
         for device, peak in peaks.items():
             place = device.host * node + device.index
             assert peak == pytest.approx(planned.device_bytes[place], rel=1e-12)
+
+
+def test_the_seconds_of_many_lengths_agree_but_for_the_table_of_largest_draws():
+    """A search of many candidates interpolates how long the last row takes."""
+    draw = np.random.default_rng(0)
+    lengths = LengthHistogram.from_samples(np.minimum(draw.lognormal(5, 1, 500), 1024).astype(int))
+    job = problem("llama3-8b", 16)
+    job = dataclasses.replace(job, workload=dataclasses.replace(WORK, response_lengths=lengths))
+    for planned in find_plans(job, top=3).plans:
+        assert predict_step(job, planned.plan()).step_s == pytest.approx(planned.step_s, rel=1e-4)
 
 
 def on(first: int, layout: ParallelLayout) -> Placement:
