@@ -1,0 +1,186 @@
+# pyright: reportUnknownMemberType=false
+# (some of numpy's overloads have unknown parts)
+"""Which device of a pool stands at which position of a plan.
+
+A search plans for positions 0 to n - 1 in tidy nodes. A real pool has holes, and its devices hold
+state already. So positions are cut into blocks as wide as the widest group of tensor ranks; nodes
+with whole blocks come first, what is left over of nodes last; and of the nodes that are equally
+full, those go to a position that hold the most of what will be needed there.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nereus_jax.core.devices import DeviceId
+from nereus_jax.core.layout import ParallelLayout
+from nereus_jax.core.plan import Placement
+
+NodeOf = Callable[[DeviceId], int]
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+MOST_MATCHED = 256
+"""Nodes, or blocks of a node, that are matched to positions; of more the order stays: the table of
+pairs would take longer than what moves."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Held:
+    """State that lies on devices now and will be needed at positions.
+
+    Attributes:
+      old: where it is.
+      layout: degrees that it will have.
+      first: position of the first device that it will be on; the others follow.
+      num_bytes: of the whole model-stage's state in one replica.
+    """
+
+    old: Placement
+    layout: ParallelLayout
+    first: int
+    num_bytes: float
+
+
+def node_counts(devices: Sequence[DeviceId], node_of: NodeOf) -> dict[int, list[DeviceId]]:
+    """The devices of each node, ascending."""
+    nodes: dict[int, list[DeviceId]] = {}
+    for device in sorted(devices):
+        nodes.setdefault(node_of(device), []).append(device)
+    return nodes
+
+
+def assign(
+    devices: Sequence[DeviceId], node_of: NodeOf, block: int, held: Sequence[Held] = ()
+) -> tuple[DeviceId, ...]:
+    """The device at each position.
+
+    Args:
+      devices: of the pool.
+      node_of: the node of a device.
+      block: devices that should share a node: the largest tp degree.
+      held: what lies where, and where it will be needed.
+    """
+    nodes = node_counts(devices, node_of)
+    order = sorted(nodes, key=lambda n: (-(len(nodes[n]) // block), -len(nodes[n]), n))
+    chunks = [nodes[n][: len(nodes[n]) // block * block] for n in order]
+    rest = [d for n in order for d in nodes[n][len(nodes[n]) // block * block :]]
+    chunks = [c for c in chunks if c]
+    if held:
+        chunks = _nearest(chunks, [d for c in chunks for d in c] + rest, block, held)
+    return tuple(d for c in chunks for d in c) + tuple(rest)
+
+
+def group_node_size(placement: Placement, node_of: NodeOf, devices_per_node: int) -> int:
+    """Devices of a placement's groups of tensor ranks that share a node: `devices_per_node` where
+    no group is torn, else the fewest of a group that are in one node."""
+    tp = placement.layout.tp
+    if tp == 1:
+        return devices_per_node
+    nodes = np.array([node_of(d) for d in placement.devices]).reshape(-1, tp)
+    torn = (nodes != nodes[:, :1]).any(axis=1)
+    if not torn.any():
+        return devices_per_node
+    fewest = min(min(np.unique(row, return_counts=True)[1]) for row in nodes[torn])
+    return max(int(fewest), 1)
+
+
+def _nearest(
+    chunks: list[list[DeviceId]],
+    order: Sequence[DeviceId],
+    block: int,
+    held: Sequence[Held],
+) -> list[list[DeviceId]]:
+    """The same chunks with nodes of one size in another order, and blocks in each node."""
+    overlap = _Overlap(order, held)
+    starts = np.cumsum([0, *(len(c) for c in chunks)])
+    chosen = list(chunks)
+    for size in sorted({len(c) for c in chunks}, reverse=True):
+        places = [i for i, c in enumerate(chunks) if len(c) == size]
+        offsets = np.arange(size)
+        rows = np.array([[overlap.number[d] for d in chunks[i]] for i in places])
+        slots = np.array([starts[i] + offsets for i in places])
+        gain = np.zeros((len(places), len(places)))
+        for k in range(size):
+            gain += overlap.between(rows[:, k], slots[:, k])
+        for node, slot in _greedy(gain):
+            chosen[places[slot]] = chunks[places[node]]
+    for i, chunk in enumerate(chosen):
+        if len(chunk) == block:
+            continue
+        rows = np.array([overlap.number[d] for d in chunk]).reshape(-1, block)
+        slots = (int(starts[i]) + np.arange(len(chunk))).reshape(-1, block)
+        gain = sum(
+            (overlap.between(rows[:, k], slots[:, k]) for k in range(block)),
+            np.zeros((len(rows), len(rows))),
+        )
+        moved = list(chunk)
+        for source, slot in _greedy(gain):
+            own = chunk[source * block : (source + 1) * block]
+            moved[slot * block : (slot + 1) * block] = own
+        chosen[i] = moved
+    return chosen
+
+
+def _greedy(gain: Floats) -> list[tuple[int, int]]:
+    """Pairs (row, column) of a square table, the largest first; of equal ones the diagonal."""
+    count = len(gain)
+    if count > MOST_MATCHED:
+        return [(i, i) for i in range(count)]
+    tie = np.abs(np.arange(count)[:, None] - np.arange(count)[None, :])
+    rows, columns = np.unravel_index(np.lexsort((tie.ravel(), -gain.ravel())), gain.shape)
+    free_rows, free_columns = np.ones(count, np.bool_), np.ones(count, np.bool_)
+    pairs: list[tuple[int, int]] = []
+    for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
+        if free_rows[row] and free_columns[column]:
+            free_rows[row] = free_columns[column] = False
+            pairs.append((row, column))
+            if len(pairs) == count:
+                break
+    return pairs
+
+
+class _Overlap:
+    """Bytes that a device holds of what a position will need.
+
+    A rank's part of a model-stage is taken as a box: an interval of layers by one of every layer's
+    width. A device counts a little more for its own replica, whose part of an optimizer that is
+    split over replicas it may have.
+    """
+
+    def __init__(self, order: Sequence[DeviceId], held: Sequence[Held]) -> None:
+        self.number: Mapping[DeviceId, int] = {d: i for i, d in enumerate(order)}
+        self._held = held
+        self._old: list[Ints] = []
+        self._new: list[Ints] = []
+        for item in held:
+            old, new = np.full(len(order), -1), np.full(len(order), -1)
+            for rank, device in enumerate(item.old.devices):
+                if device in self.number:
+                    old[self.number[device]] = rank
+            count = item.layout.num_devices
+            new[item.first : item.first + count] = np.arange(count)
+            self._old.append(old)
+            self._new.append(new)
+
+    def between(self, devices: Ints, positions: Ints) -> Floats:
+        """[N, M] of N devices and M positions."""
+        total = np.zeros((len(devices), len(positions)))
+        for item, olds, news in zip(self._held, self._old, self._new, strict=True):
+            old, new = olds[devices][:, None], news[positions][None, :]
+            a, b = item.old.layout, item.layout
+            replicas = _meet(old // (a.pp * a.tp), a.dp, new // (b.pp * b.tp), b.dp)
+            layers = _meet(old // a.tp % a.pp, a.pp, new // b.tp % b.pp, b.pp)
+            widths = _meet(old % a.tp, a.tp, new % b.tp, b.tp)
+            share = layers * widths * (1.0 + a.dp * replicas)
+            total += np.where((old >= 0) & (new >= 0), item.num_bytes * share, 0.0)
+        return total
+
+
+def _meet(a: Ints, a_parts: int, b: Ints, b_parts: int) -> Floats:
+    """Length of the intersection of parts of the unit interval."""
+    low = np.maximum(a / a_parts, b / b_parts)
+    high = np.minimum((a + 1) / a_parts, (b + 1) / b_parts)
+    return np.maximum(high - low, 0.0)

@@ -1,0 +1,144 @@
+# pyright: reportUnknownMemberType=false
+# (some of numpy's overloads have unknown parts)
+"""What a finished step teaches: efficiencies of operation classes, and memory.
+
+Pricing a model-stage takes more time than all else that happens at a step, so only those are priced
+that are due: every one in the first steps of a plan and after a surprise, else one a step, in turn.
+A surprise is a step whose seconds per token are off by `SURPRISE` in comparison with those before.
+
+A filter that has learned for long hardly moves. So when the same model-stage surprises twice on
+end, efficiencies have changed, not a step: what was known of the classes that it uses becomes
+doubtful again, and the next steps teach them anew.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from nereus_jax.core.events import StepRecord
+from nereus_jax.core.roles import ModelStage, Stage
+from nereus_jax.planning.calibration import CLASSES, NOISE, Efficiencies, OperationClass, observe
+
+YOUNG_STEPS = 8
+"""Steps of a plan in which every model-stage teaches."""
+SURPRISE = 0.20
+"""Change of the logarithm of a model-stage's seconds per token that is looked into."""
+RATE_WEIGHT = 0.2
+"""Of the newest step in the average that a surprise is measured against."""
+DOUBT = 0.5
+"""Standard deviation that is added to the logarithms of efficiencies that have changed."""
+GENERATE_NOISE = 0.1
+"""Relative deviation of a rollout's time, whose end is one draw of the longest response."""
+
+Seconds = Callable[[ModelStage, Efficiencies], Mapping[OperationClass, float]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageHistory:
+    """What the last steps of a model-stage were like, under one plan.
+
+    Attributes:
+      steps: that counted.
+      rate: average of the logarithm of seconds per token.
+      surprises: on end, newest included.
+    """
+
+    steps: int = 0
+    rate: float = 0.0
+    surprises: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Learned:
+    """What is known after a step.
+
+    Attributes:
+      efficiencies: of operation classes.
+      history: of each model-stage.
+    """
+
+    efficiencies: Efficiencies
+    history: Mapping[ModelStage, StageHistory]
+
+
+def learn(before: Learned, record: StepRecord, seconds: Seconds) -> Learned:
+    """Learns from a step's seconds; those of programs that just were compiled do not count.
+
+    Args:
+      before: what was known.
+      record: of the step.
+      seconds: of a model-stage in this step by class, as these efficiencies predict it.
+    """
+    efficiencies, history = before.efficiencies, dict(before.history)
+    tokens = max(record.responses.mean, 1.0)
+    timed = sorted(s for s in record.stage_s if s not in record.first_after_compile)
+    for number, stage in enumerate(timed):
+        took_s = record.stage_s[stage]
+        if not 0.0 < took_s < math.inf:
+            continue
+        known = history.get(stage, StageHistory())
+        rate = math.log(took_s / tokens)
+        surprised = known.steps > 1 and abs(rate - known.rate) > SURPRISE
+        turn = record.step % len(timed) == number
+        if known.steps < YOUNG_STEPS or surprised or turn:
+            modelled = seconds(stage, efficiencies)
+            if sum(modelled.values()) > 0:
+                noise = GENERATE_NOISE if stage.stage is Stage.GENERATE else NOISE
+                off = math.log(took_s / sum(modelled.values()))
+                again = surprised and abs(off) > SURPRISE and known.surprises > 0
+                if again:
+                    efficiencies = doubted(efficiencies, modelled)
+                surprised = surprised and abs(off) > SURPRISE
+                efficiencies = observe(efficiencies, modelled, took_s, noise=noise)
+                if again:
+                    known, surprised = StageHistory(), False
+        history[stage] = _after(known, rate, surprised)
+    return Learned(efficiencies=efficiencies, history=history)
+
+
+def _after(known: StageHistory, rate: float, surprised: bool) -> StageHistory:
+    """A surprise moves the average less: one slow step says nothing of the next one."""
+    if surprised:
+        return dataclasses.replace(known, surprises=known.surprises + 1)
+    weight = max(RATE_WEIGHT, 1.0 / (known.steps + 1))
+    return StageHistory(
+        steps=known.steps + 1, rate=(1.0 - weight) * known.rate + weight * rate, surprises=0
+    )
+
+
+def doubted(
+    efficiencies: Efficiencies, seconds: Mapping[OperationClass, float], std: float = DOUBT
+) -> Efficiencies:
+    """The same values, but those of the classes that seconds were spent on are unsure again.
+
+    Args:
+      efficiencies: what is known.
+      seconds: by class; a class is doubted by the root of its share.
+      std: standard deviation that is added for a share of 1.
+    """
+    total = sum(seconds.values())
+    shares = np.array([seconds.get(c, 0.0) / total for c in CLASSES])
+    return dataclasses.replace(
+        efficiencies, covariance=efficiencies.covariance + std**2 * np.diag(shares)
+    )
+
+
+def corrected(
+    corrections: Mapping[Stage, float], stage: Stage, temporary_bytes: float, missed_bytes: float
+) -> Mapping[Stage, float]:
+    """Corrections of modelled temporaries after a measured peak.
+
+    A peak above the model counts in full, because the next step may need it; one below moves the
+    correction a tenth of the way: what was measured may not be the worst.
+
+    Args:
+      corrections: so far.
+      stage: what was at work on the fullest device.
+      temporary_bytes: of it, as modelled with the corrections so far.
+      missed_bytes: measured less modelled peak.
+    """
+    ratio = max((temporary_bytes + missed_bytes) / max(temporary_bytes, 1.0), 0.1)
+    factor = ratio if ratio > 1.0 else ratio**0.1
+    return {**corrections, stage: corrections.get(stage, 1.0) * factor}

@@ -1,0 +1,402 @@
+"""The planner as a cost function: what a controller uses unless an embedder brings its own."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+
+from nereus_jax.control.costs import Beliefs, Candidate, Candidates, TransitionEstimate
+from nereus_jax.control.device_assignment import Held, assign, group_node_size, node_counts
+from nereus_jax.core.devices import DeviceId, DevicePool
+from nereus_jax.core.emu_spec import EmuSpec
+from nereus_jax.core.errors import InfeasiblePlanError
+from nereus_jax.core.execution_plan import ExecutionPlan, StageChoice
+from nereus_jax.core.hardware import Hardware, Link
+from nereus_jax.core.layout import divisors
+from nereus_jax.core.plan import Placement, Plan
+from nereus_jax.core.roles import ModelStage, Stage
+from nereus_jax.core.transition import LinkBytes, RecoverySource, TransitionGraph
+from nereus_jax.planning.calibration import Efficiencies, OperationClass
+from nereus_jax.planning.cost_terms import COMPILE_S
+from nereus_jax.planning.plan_price import (
+    PlanPrice,
+    plan_bytes,
+    price_plan,
+    stage_class_seconds,
+)
+from nereus_jax.planning.search_plans import PlannedStep, PlanSearch, find_plans
+from nereus_jax.planning.search_problem import PlanProblem
+from nereus_jax.planning.transition_graph import plan_transition
+from nereus_jax.planning.transition_inputs import StageState, TransitionBudget, decoder_states
+from nereus_jax.planning.workload import Workload
+
+PROGRAMS: Mapping[Stage, int] = {Stage.GENERATE: 2, Stage.SCORE: 1, Stage.TRAIN: 2}
+"""Programs of a model-stage that its layout and microbatches shape; the second is its part in
+weight edges or in the optimizer."""
+APART = 1e-3
+"""Candidates differ in their seconds by this share at least."""
+UNEVEN_SEARCHES = 2
+"""Ways to see a pool whose nodes are not equally full as one of equal nodes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannerCosts:
+    """Prices by `planning`, for decoder models.
+
+    Attributes:
+      problem: the job; its workload, number of devices and efficiencies are replaced by what a
+        call says.
+      node_of: the node of a device; None: its host, cut into nodes of `Hardware.devices_per_node`.
+      budget: what transitions need beside bytes and links.
+      restart_s: from a checkpoint that is written to the first step after it, without reading and
+        compiling: processes and their world.
+      storage_bytes_per_s: of a checkpoint, for each device.
+      compiler_threads: programs that are compiled at a time.
+    """
+
+    problem: PlanProblem
+    node_of: Callable[[DeviceId], int] | None = None
+    budget: TransitionBudget = dataclasses.field(default_factory=TransitionBudget)
+    restart_s: float = 30.0
+    storage_bytes_per_s: float = 1e9
+    compiler_threads: int = 1
+
+    def candidates(
+        self,
+        workload: Workload,
+        pool: DevicePool,
+        beliefs: Beliefs,
+        *,
+        current: ExecutionPlan,
+        count: int,
+        same_degrees: bool = False,
+    ) -> Candidates:
+        """As `CostFunction`: the search's plans, and those that keep the degrees of what is
+        trained, whose state then need not be cut anew."""
+        problem = self._problem(workload, len(pool), beliefs)
+        fixed = _degrees(current, None if same_degrees else Stage.TRAIN)
+        free: dict[ModelStage, tuple[int, int]] = {}
+        searches = [(fixed, count)]
+        if not same_degrees:
+            searches = [(free, count), (fixed, max(count // 2, 1))]
+        found: list[Candidate] = []
+        shortage = ""
+        for degrees, top in searches:
+            for view in _views(problem, pool, self._node):
+                search = find_plans(dataclasses.replace(view, degrees=degrees), top, APART)
+                shortage = shortage or _shortage_text(search)
+                origin = "search, pp and tp kept" if degrees else "search"
+                for step in search.plans:
+                    plan = self._placed(step, pool, current)
+                    found.append(
+                        Candidate(plan=plan, price=self._price(problem, plan), origin=origin)
+                    )
+        kept: list[Candidate] = []
+        for candidate in sorted(found, key=lambda c: c.price.step_s):
+            if candidate.price.fits and all(candidate.plan != c.plan for c in kept):
+                kept.append(candidate)
+        return Candidates(plans=tuple(kept), shortage="" if kept else shortage)
+
+    def price(
+        self, plan: ExecutionPlan, workload: Workload, pool: DevicePool, beliefs: Beliefs
+    ) -> PlanPrice:
+        """As `CostFunction`."""
+        return self._price(self._problem(workload, len(pool), beliefs), plan)
+
+    def peak_bytes(
+        self, plan: ExecutionPlan, workload: Workload, pool: DevicePool, beliefs: Beliefs
+    ) -> float:
+        """As `CostFunction`."""
+        return plan_bytes(self._problem(workload, len(pool), beliefs), plan)
+
+    def stage_seconds(
+        self, plan: ExecutionPlan, model_stage: ModelStage, workload: Workload, beliefs: Beliefs
+    ) -> Mapping[OperationClass, float]:
+        """As `CostFunction`."""
+        placement = plan.plan[model_stage]
+        return stage_class_seconds(
+            self._problem(workload, placement.layout.num_devices, beliefs),
+            model_stage,
+            placement.layout,
+            plan.choices[model_stage],
+            self._node_size(placement),
+        )
+
+    def transition(
+        self,
+        source: ExecutionPlan,
+        target: ExecutionPlan,
+        beliefs: Beliefs,
+        *,
+        lost: frozenset[DeviceId] = frozenset(),
+        hidden_s: float = 0.0,
+        by_checkpoint: bool = False,
+    ) -> TransitionEstimate:
+        """As `CostFunction`."""
+        compile_s = max(self._compile_s(source, target, beliefs) - hidden_s, 0.0)
+        if by_checkpoint:
+            return self._restart(source, target, compile_s)
+        placements, later_s, later = self._as_it_moves(source, target, beliefs)
+        states = self._moved_states(source, target)
+        try:
+            graph = plan_transition(
+                states,
+                source.plan,
+                Plan(placements=placements),
+                hardware=_derated(self.problem.hardware, beliefs.efficiencies),
+                budget=dataclasses.replace(self.budget, compile_s=0.0),
+                nodes=self._nodes(source, target),
+                lost=lost,
+            )
+        except InfeasiblePlanError as error:
+            return TransitionEstimate(executable=False, reason=str(error))
+        return _estimate(graph, compile_s, beliefs.transition_ratio, later_s, later)
+
+    def _node(self, device: DeviceId) -> int:
+        if self.node_of is not None:
+            return self.node_of(device)
+        return device.host << 20 | device.index // self.problem.hardware.devices_per_node
+
+    def _node_size(self, placement: Placement) -> int:
+        return group_node_size(placement, self._node, self.problem.hardware.devices_per_node)
+
+    def _problem(self, workload: Workload, num_devices: int, beliefs: Beliefs) -> PlanProblem:
+        memory = dataclasses.replace(
+            self.problem.memory,
+            corrections={**self.problem.memory.corrections, **beliefs.corrections},
+        )
+        return dataclasses.replace(
+            self.problem,
+            workload=workload,
+            num_devices=num_devices,
+            efficiencies=beliefs.efficiencies,
+            memory=memory,
+        )
+
+    def _price(self, problem: PlanProblem, plan: ExecutionPlan) -> PlanPrice:
+        placements = plan.plan.placements
+        made: dict[int, int] = {}
+        sizes: dict[ModelStage, int] = {}
+        for stage, placement in placements.items():
+            if id(placement.devices) not in made:
+                made[id(placement.devices)] = self._node_size(placement)
+            sizes[stage] = made[id(placement.devices)]
+        return price_plan(problem, plan, sizes)
+
+    def _placed(self, step: PlannedStep, pool: DevicePool, current: ExecutionPlan) -> ExecutionPlan:
+        """A plan of positions on the devices of the pool, so that little moves."""
+        block = max(s.layout.tp for s in step.stages)
+        held = [
+            Held(
+                old=current.plan[s.model_stage],
+                layout=s.layout,
+                first=s.first_device,
+                num_bytes=self._state_bytes[s.model_stage],
+            )
+            for s in step.stages
+            if self._state_bytes[s.model_stage] and s.model_stage in current.plan
+        ]
+        order = assign(pool.devices, self._node, block, held)
+        spans: dict[range, tuple[DeviceId, ...]] = {}
+        for s in step.stages:
+            if s.positions not in spans:
+                spans[s.positions] = order[s.positions.start : s.positions.stop]
+        return ExecutionPlan(
+            plan=Plan(
+                placements={
+                    s.model_stage: Placement(layout=s.layout, devices=spans[s.positions])
+                    for s in step.stages
+                }
+            ),
+            choices={
+                s.model_stage: StageChoice(
+                    microbatch_size=s.microbatch_size,
+                    microbatches=s.microbatches,
+                    remat=s.remat,
+                    zero1=s.zero1,
+                    parked=s.parked,
+                )
+                for s in step.stages
+            },
+        )
+
+    @functools.cached_property
+    def _states(self) -> dict[ModelStage, StageState]:
+        p = self.problem
+        states: dict[ModelStage, StageState] = {}
+        stages = p.workflow.model_stages
+        for model in {id(p.models[s.role]): p.models[s.role] for s in stages}.values():
+            own = [s for s in stages if p.models[s.role] is model]
+            states |= decoder_states(
+                model, own, param_dtype=p.param_dtype, compute_dtype=p.compute_dtype
+            )
+        return {s: states[s] for s in stages}
+
+    @functools.cached_property
+    def _state_bytes(self) -> dict[ModelStage, float]:
+        """Of one replica of what moves; 0 for what a weight edge fills."""
+        return {
+            stage: 0.0 if state.refreshed_by else float(_state_bytes(state))
+            for stage, state in self._states.items()
+        }
+
+    def _moved_states(
+        self, source: ExecutionPlan, target: ExecutionPlan
+    ) -> dict[ModelStage, StageState]:
+        states: dict[ModelStage, StageState] = {}
+        for stage, state in self._states.items():
+            old, new = source.choices.get(stage), target.choices.get(stage)
+            frozen = state.optimizer is None and state.refreshed_by is None
+            states[stage] = dataclasses.replace(
+                state,
+                zero1=any(c is not None and c.zero1 for c in (old, new)),
+                recovery=(RecoverySource.CHECKPOINT,) if frozen else (),
+                parked_before=old is not None and old.parked,
+                parked_after=new is not None and new.parked,
+            )
+        return states
+
+    def _as_it_moves(
+        self, source: ExecutionPlan, target: ExecutionPlan, beliefs: Beliefs
+    ) -> tuple[dict[ModelStage, Placement], float, LinkBytes]:
+        """The target's placements as a transition takes them, and what comes after it.
+
+        A parked model-stage is put away where it was, and goes to its new place when it first
+        comes back to devices; that costs it its bytes over the host's link and over the wire once
+        more.
+        """
+        placements = dict(target.plan.placements)
+        each_s: list[float] = []
+        host, wire = 0, 0
+        hardware = _derated(self.problem.hardware, beliefs.efficiencies)
+        for stage, choice in target.choices.items():
+            state = self._states[stage]
+            if not choice.parked or stage not in source.plan or state.refreshed_by is not None:
+                continue
+            old, new = source.plan[stage], target.plan[stage]
+            if old != new:
+                placements[stage] = old
+                own = _state_bytes(state) / (new.layout.pp * new.layout.tp)
+                each_s.append(hardware.host.seconds(own) + hardware.inter_node.seconds(own))
+                host += int(own * new.layout.num_devices)
+                wire += int(own * new.layout.num_devices)
+        return placements, sum(each_s), LinkBytes(host=host, inter_node=wire)
+
+    def _nodes(self, source: ExecutionPlan, target: ExecutionPlan) -> dict[DeviceId, int]:
+        placements = (*source.plan.placements.values(), *target.plan.placements.values())
+        distinct = {id(p.devices): p.devices for p in placements}.values()
+        devices = {d for group in distinct for d in group}
+        return {d: self._node(d) for d in devices}
+
+    def _compile_s(self, source: ExecutionPlan, target: ExecutionPlan, beliefs: Beliefs) -> float:
+        """Of the programs that the target needs and the source does not have."""
+        changed = [
+            s
+            for s in target.choices
+            if s not in source.choices
+            or source.choices[s] != target.choices[s]
+            or source.plan[s] != target.plan[s]
+        ]
+        programs = sum(PROGRAMS[s.stage] for s in changed)
+        each_s = COMPILE_S / beliefs.efficiencies[OperationClass.COMPILE]
+        return -(-programs // self.compiler_threads) * each_s
+
+    def _restart(
+        self, source: ExecutionPlan, target: ExecutionPlan, compile_s: float
+    ) -> TransitionEstimate:
+        """Every device writes and reads what it has of the state, then the job starts anew."""
+        read_s, write_s, total = 0.0, 0.0, 0
+        for stage, num_bytes in self._state_bytes.items():
+            new, old = target.plan[stage].layout, source.plan[stage].layout
+            own = num_bytes / (new.pp * new.tp)
+            read_s += own / self.storage_bytes_per_s
+            write_s += num_bytes / old.num_devices / self.storage_bytes_per_s
+            total += int(own * new.num_devices)
+        parts = {
+            "write": write_s,
+            "read": read_s,
+            "setup": self.restart_s,
+            "compile": compile_s,
+        }
+        return TransitionEstimate(
+            executable=True,
+            seconds=sum(parts.values()),
+            parts_s=parts,
+            link_bytes=LinkBytes(storage=total),
+        )
+
+
+def _state_bytes(state: StageState) -> int:
+    """Of one replica, whole."""
+    specs: list[EmuSpec] = [state.parameters]
+    if state.optimizer is not None:
+        specs.append(state.optimizer)
+    return sum(leaf.num_bytes for spec in specs for leaf in spec)
+
+
+def _degrees(plan: ExecutionPlan, stage: Stage | None) -> dict[ModelStage, tuple[int, int]]:
+    """(pp, tp) of the model-stages of a stage; None: of all."""
+    return {
+        s: (p.layout.pp, p.layout.tp)
+        for s, p in plan.plan.placements.items()
+        if stage is None or s.stage is stage
+    }
+
+
+def _views(
+    problem: PlanProblem, pool: DevicePool, node_of: Callable[[DeviceId], int]
+) -> Iterator[PlanProblem]:
+    """The pool as tidy nodes: as it is where all but one are full; else as blocks that are."""
+    full = problem.hardware.devices_per_node
+    counts = [len(d) for d in node_counts(pool.devices, node_of).values()]
+    if sum(c != full for c in counts) <= 1 or max(counts) == 1:
+        yield problem
+        return
+    seen: set[int] = set()
+    for block in reversed(divisors(full)):
+        num_devices = sum(c // block * block for c in counts)
+        if num_devices and num_devices not in seen and len(seen) < UNEVEN_SEARCHES:
+            seen.add(num_devices)
+            hardware = dataclasses.replace(problem.hardware, devices_per_node=block)
+            yield dataclasses.replace(problem, hardware=hardware, num_devices=num_devices)
+
+
+def _shortage_text(search: PlanSearch) -> str:
+    shortage = search.shortage
+    if shortage is None:
+        return ""
+    where = "all model-stages together" if shortage.model_stage is None else shortage.model_stage
+    return (
+        f"{where} need at least {shortage.needed_bytes / 2**30:.1f} GiB of a device, "
+        f"{shortage.limit_bytes / 2**30:.1f} GiB may be used; use {shortage.advice}"
+    )
+
+
+def _derated(hardware: Hardware, efficiencies: Efficiencies) -> Hardware:
+    """With links as fast as they were measured."""
+
+    def link(peak: Link, operation: OperationClass) -> Link:
+        reached = efficiencies[operation]
+        return Link(bytes_per_s=peak.bytes_per_s * reached, latency_s=peak.latency_s / reached)
+
+    return dataclasses.replace(
+        hardware,
+        intra_node=link(hardware.intra_node, OperationClass.P2P_INTRA),
+        inter_node=link(hardware.inter_node, OperationClass.P2P_INTER),
+        host=link(hardware.host, OperationClass.HOST_COPY),
+    )
+
+
+def _estimate(
+    graph: TransitionGraph, compile_s: float, ratio: float, later_s: float, later: LinkBytes
+) -> TransitionEstimate:
+    parts = {"move": graph.transition_s * ratio, "compile": compile_s}
+    taken = [choice.prices[choice.way].link_bytes for choice in graph.choices.values()]
+    if later_s:
+        parts["unpark"] = later_s
+    return TransitionEstimate(
+        executable=True,
+        seconds=sum(parts.values()),
+        parts_s=parts,
+        link_bytes=sum(taken, later),
+        device_bytes=dict(zip(graph.devices, graph.peak_bytes, strict=True)),
+    )
