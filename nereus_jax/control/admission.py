@@ -11,6 +11,7 @@ over the horizon, transition included, and that is reached before devices go.
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable, Sequence
 
 from nereus_jax.control.costs import Candidate, TransitionEstimate
@@ -163,15 +164,24 @@ def choose_urgent(
       horizon_steps: H_x: over so many steps the transition is paid off.
       left_s: until devices go; None: there is time.
     """
+    steps = max(horizon_steps, 1.0)
     assessed: list[Assessed] = []
-    for candidate in candidates:
+    least_s = math.inf
+    for candidate in sorted(candidates, key=lambda c: c.price.step_s):
         gain_s = step_s - candidate.price.step_s
+        if candidate.price.step_s * steps >= least_s:
+            # Even for nothing it would cost more than one that can be had.
+            reason = "slower than another with its transition"
+            assessed.append(Assessed(candidate=candidate, gain_s=gain_s, reason=reason))
+            continue
         transition = estimate(candidate)
         reason = ""
         if not transition.executable:
             reason = f"not executable: {transition.reason}"
         elif left_s is not None and transition.seconds > left_s:
             reason = f"takes {transition.seconds:.3g} s of the {left_s:.3g} s that are left"
+        else:
+            least_s = min(least_s, candidate.price.step_s * steps + transition.seconds)
         pays = gain_s > 0 and transition.executable
         assessed.append(
             Assessed(
@@ -182,7 +192,6 @@ def choose_urgent(
                 reason=reason,
             )
         )
-    steps = max(horizon_steps, 1.0)
     costs = {i: _total_s(a, steps) for i, a in enumerate(assessed) if not a.reason}
     if not costs:
         why = assessed[0].reason if assessed else "no plan fits"

@@ -99,35 +99,38 @@ def _nearest(
     chosen = list(chunks)
     for size in sorted({len(c) for c in chunks}, reverse=True):
         places = [i for i, c in enumerate(chunks) if len(c) == size]
-        offsets = np.arange(size)
         rows = np.array([[overlap.number[d] for d in chunks[i]] for i in places])
-        slots = np.array([starts[i] + offsets for i in places])
-        gain = np.zeros((len(places), len(places)))
-        for k in range(size):
-            gain += overlap.between(rows[:, k], slots[:, k])
-        for node, slot in _greedy(gain):
-            chosen[places[slot]] = chunks[places[node]]
-    for i, chunk in enumerate(chosen):
-        if len(chunk) == block:
-            continue
-        rows = np.array([overlap.number[d] for d in chunk]).reshape(-1, block)
-        slots = (int(starts[i]) + np.arange(len(chunk))).reshape(-1, block)
-        gain = sum(
-            (overlap.between(rows[:, k], slots[:, k]) for k in range(block)),
-            np.zeros((len(rows), len(rows))),
-        )
-        moved = list(chunk)
-        for source, slot in _greedy(gain):
-            own = chunk[source * block : (source + 1) * block]
-            moved[slot * block : (slot + 1) * block] = own
-        chosen[i] = moved
+        slots = starts[places][:, None] + np.arange(size)
+        if len(places) > 1:
+            gain = overlap.between(rows[:, None, :], slots[None, :, :]).sum(axis=2)
+            pairs = _greedy(gain)
+            rows = rows[[node for node, _ in sorted(pairs, key=lambda p: p[1])]]
+        if size > block:
+            rows = _blocks_nearest(overlap, rows, slots, block)
+        for i, row in zip(places, rows.tolist(), strict=True):
+            chosen[i] = [order[d] for d in row]
     return chosen
+
+
+def _blocks_nearest(overlap: "_Overlap", rows: Ints, slots: Ints, block: int) -> Ints:
+    """[N, size] the devices of each node with their blocks in the order that keeps most."""
+    count, size = rows.shape
+    rows = rows.reshape(count, size // block, block)
+    slots = slots.reshape(rows.shape)
+    gain = overlap.between(rows[:, :, None], slots[:, None]).sum(axis=3)
+    moved = rows.copy()
+    for node in range(count):
+        for source, slot in _greedy(gain[node]):
+            moved[node, slot] = rows[node, source]
+    return moved.reshape(count, size)
 
 
 def _greedy(gain: Floats) -> list[tuple[int, int]]:
     """Pairs (row, column) of a square table, the largest first; of equal ones the diagonal."""
     count = len(gain)
-    if count > MOST_MATCHED:
+    stays = gain.diagonal()
+    best = (stays >= gain.max(axis=0)).all() and (stays >= gain.max(axis=1)).all()
+    if count > MOST_MATCHED or best:
         return [(i, i) for i in range(count)]
     tie = np.abs(np.arange(count)[:, None] - np.arange(count)[None, :])
     rows, columns = np.unravel_index(np.lexsort((tie.ravel(), -gain.ravel())), gain.shape)
@@ -166,10 +169,10 @@ class _Overlap:
             self._new.append(new)
 
     def between(self, devices: Ints, positions: Ints) -> Floats:
-        """[N, M] of N devices and M positions."""
-        total = np.zeros((len(devices), len(positions)))
+        """For devices and positions of shapes that broadcast."""
+        total = np.zeros(np.broadcast_shapes(devices.shape, positions.shape))
         for item, olds, news in zip(self._held, self._old, self._new, strict=True):
-            old, new = olds[devices][:, None], news[positions][None, :]
+            old, new = olds[devices], news[positions]
             a, b = item.old.layout, item.layout
             replicas = _meet(old // (a.pp * a.tp), a.dp, new // (b.pp * b.tp), b.dp)
             layers = _meet(old // a.tp % a.pp, a.pp, new // b.tp % b.pp, b.pp)

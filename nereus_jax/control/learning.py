@@ -21,7 +21,7 @@ from nereus_jax.core.events import StepRecord
 from nereus_jax.core.roles import ModelStage, Stage
 from nereus_jax.planning.calibration import CLASSES, NOISE, Efficiencies, OperationClass, observe
 
-YOUNG_STEPS = 8
+YOUNG_STEPS = 4
 """Steps of a plan in which every model-stage teaches."""
 SURPRISE = 0.20
 """Change of the logarithm of a model-stage's seconds per token that is looked into."""

@@ -18,6 +18,7 @@ from nereus_jax.core.transition import LinkBytes, RecoverySource, TransitionGrap
 from nereus_jax.planning.calibration import Efficiencies, OperationClass
 from nereus_jax.planning.cost_terms import COMPILE_S
 from nereus_jax.planning.plan_price import (
+    Known,
     PlanPrice,
     plan_bytes,
     price_plan,
@@ -39,6 +40,22 @@ UNEVEN_SEARCHES = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class _Moved:
+    """What a transition leads from and to.
+
+    Attributes:
+      source, target: the plans between steps.
+      later_s: what the first step after it needs on top.
+      later_bytes: what moves then.
+    """
+
+    source: Plan
+    target: Plan
+    later_s: float
+    later_bytes: LinkBytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannerCosts:
     """Prices by `planning`, for decoder models.
 
@@ -47,6 +64,8 @@ class PlannerCosts:
         call says.
       node_of: the node of a device; None: its host, cut into nodes of `Hardware.devices_per_node`.
       budget: what transitions need beside bytes and links.
+      setup_s: of every change of plan: units taken apart and put together, digests, and the first
+        launches of other programs.
       restart_s: from a checkpoint that is written to the first step after it, without reading and
         compiling: processes and their world.
       storage_bytes_per_s: of a checkpoint, for each device.
@@ -56,6 +75,7 @@ class PlannerCosts:
     problem: PlanProblem
     node_of: Callable[[DeviceId], int] | None = None
     budget: TransitionBudget = dataclasses.field(default_factory=TransitionBudget)
+    setup_s: float = 1.0
     restart_s: float = 30.0
     storage_bytes_per_s: float = 1e9
     compiler_threads: int = 1
@@ -79,6 +99,7 @@ class PlannerCosts:
         if not same_degrees:
             searches = [(free, count), (fixed, max(count // 2, 1))]
         found: list[Candidate] = []
+        known: Known = {}
         shortage = ""
         for degrees, top in searches:
             for view in _views(problem, pool, self._node):
@@ -88,7 +109,7 @@ class PlannerCosts:
                 for step in search.plans:
                     plan = self._placed(step, pool, current)
                     found.append(
-                        Candidate(plan=plan, price=self._price(problem, plan), origin=origin)
+                        Candidate(plan=plan, price=self._price(problem, plan, known), origin=origin)
                     )
         kept: list[Candidate] = []
         for candidate in sorted(found, key=lambda c: c.price.step_s):
@@ -135,21 +156,20 @@ class PlannerCosts:
         compile_s = max(self._compile_s(source, target, beliefs) - hidden_s, 0.0)
         if by_checkpoint:
             return self._restart(source, target, compile_s)
-        placements, later_s, later = self._as_it_moves(source, target, beliefs)
-        states = self._moved_states(source, target)
+        moved = self._as_it_moves(source, target, beliefs)
         try:
             graph = plan_transition(
-                states,
-                source.plan,
-                Plan(placements=placements),
+                self._moved_states(source, target),
+                moved.source,
+                moved.target,
                 hardware=_derated(self.problem.hardware, beliefs.efficiencies),
-                budget=dataclasses.replace(self.budget, compile_s=0.0),
+                budget=self.budget,
                 nodes=self._nodes(source, target),
                 lost=lost,
             )
         except InfeasiblePlanError as error:
             return TransitionEstimate(executable=False, reason=str(error))
-        return _estimate(graph, compile_s, beliefs.transition_ratio, later_s, later)
+        return self._estimate(graph, compile_s, beliefs.transition_ratio, moved)
 
     def _node(self, device: DeviceId) -> int:
         if self.node_of is not None:
@@ -172,7 +192,9 @@ class PlannerCosts:
             memory=memory,
         )
 
-    def _price(self, problem: PlanProblem, plan: ExecutionPlan) -> PlanPrice:
+    def _price(
+        self, problem: PlanProblem, plan: ExecutionPlan, known: Known | None = None
+    ) -> PlanPrice:
         placements = plan.plan.placements
         made: dict[int, int] = {}
         sizes: dict[ModelStage, int] = {}
@@ -180,7 +202,7 @@ class PlannerCosts:
             if id(placement.devices) not in made:
                 made[id(placement.devices)] = self._node_size(placement)
             sizes[stage] = made[id(placement.devices)]
-        return price_plan(problem, plan, sizes)
+        return price_plan(problem, plan, sizes, known)
 
     def _placed(self, step: PlannedStep, pool: DevicePool, current: ExecutionPlan) -> ExecutionPlan:
         """A plan of positions on the devices of the pool, so that little moves."""
@@ -250,36 +272,42 @@ class PlannerCosts:
                 state,
                 zero1=any(c is not None and c.zero1 for c in (old, new)),
                 recovery=(RecoverySource.CHECKPOINT,) if frozen else (),
-                parked_before=old is not None and old.parked,
-                parked_after=new is not None and new.parked,
+                parked_before=old is not None and old.parked and not state.refreshed_by,
+                parked_after=new is not None and new.parked and not state.refreshed_by,
             )
         return states
 
     def _as_it_moves(
         self, source: ExecutionPlan, target: ExecutionPlan, beliefs: Beliefs
-    ) -> tuple[dict[ModelStage, Placement], float, LinkBytes]:
-        """The target's placements as a transition takes them, and what comes after it.
+    ) -> _Moved:
+        """The plans as a transition takes them.
 
-        A parked model-stage is put away where it was, and goes to its new place when it first
-        comes back to devices; that costs it its bytes over the host's link and over the wire once
-        more.
+        What is parked and filled by a weight edge in every step has nothing between two steps. What
+        is parked with state of its own is put away where it was, and goes to its new place when it
+        first comes back to devices.
         """
-        placements = dict(target.plan.placements)
-        each_s: list[float] = []
-        host, wire = 0, 0
+        ends: list[dict[ModelStage, Placement]] = []
+        for plan in (source, target):
+            idle = {s for s, c in plan.choices.items() if c.parked and self._refreshed(s)}
+            ends.append({s: p for s, p in plan.plan.placements.items() if s not in idle})
+        later_s, num_bytes = 0.0, 0
         hardware = _derated(self.problem.hardware, beliefs.efficiencies)
         for stage, choice in target.choices.items():
-            state = self._states[stage]
-            if not choice.parked or stage not in source.plan or state.refreshed_by is not None:
-                continue
-            old, new = source.plan[stage], target.plan[stage]
-            if old != new:
-                placements[stage] = old
-                own = _state_bytes(state) / (new.layout.pp * new.layout.tp)
-                each_s.append(hardware.host.seconds(own) + hardware.inter_node.seconds(own))
-                host += int(own * new.layout.num_devices)
-                wire += int(own * new.layout.num_devices)
-        return placements, sum(each_s), LinkBytes(host=host, inter_node=wire)
+            new, old = ends[1].get(stage), ends[0].get(stage)
+            if choice.parked and new is not None and old is not None and old != new:
+                ends[1][stage] = old
+                own = self._state_bytes[stage] / (new.layout.pp * new.layout.tp)
+                later_s += hardware.host.seconds(own) + hardware.inter_node.seconds(own)
+                num_bytes += int(own * new.layout.num_devices)
+        return _Moved(
+            source=Plan(placements=ends[0]),
+            target=Plan(placements=ends[1]),
+            later_s=later_s,
+            later_bytes=LinkBytes(host=num_bytes, inter_node=num_bytes),
+        )
+
+    def _refreshed(self, stage: ModelStage) -> bool:
+        return self._states[stage].refreshed_by is not None
 
     def _nodes(self, source: ExecutionPlan, target: ExecutionPlan) -> dict[DeviceId, int]:
         placements = (*source.plan.placements.values(), *target.plan.placements.values())
@@ -299,6 +327,25 @@ class PlannerCosts:
         programs = sum(PROGRAMS[s.stage] for s in changed)
         each_s = COMPILE_S / beliefs.efficiencies[OperationClass.COMPILE]
         return -(-programs // self.compiler_threads) * each_s
+
+    def _estimate(
+        self, graph: TransitionGraph, compile_s: float, ratio: float, moved: _Moved
+    ) -> TransitionEstimate:
+        parts = {
+            "move": graph.transition_s * ratio,
+            "setup": self.setup_s * ratio,
+            "compile": compile_s,
+        }
+        if moved.later_s:
+            parts["unpark"] = moved.later_s
+        taken = [choice.prices[choice.way].link_bytes for choice in graph.choices.values()]
+        return TransitionEstimate(
+            executable=True,
+            seconds=sum(parts.values()),
+            parts_s=parts,
+            link_bytes=sum(taken, moved.later_bytes),
+            device_bytes=dict(zip(graph.devices, graph.peak_bytes, strict=True)),
+        )
 
     def _restart(
         self, source: ExecutionPlan, target: ExecutionPlan, compile_s: float
@@ -383,20 +430,4 @@ def _derated(hardware: Hardware, efficiencies: Efficiencies) -> Hardware:
         intra_node=link(hardware.intra_node, OperationClass.P2P_INTRA),
         inter_node=link(hardware.inter_node, OperationClass.P2P_INTER),
         host=link(hardware.host, OperationClass.HOST_COPY),
-    )
-
-
-def _estimate(
-    graph: TransitionGraph, compile_s: float, ratio: float, later_s: float, later: LinkBytes
-) -> TransitionEstimate:
-    parts = {"move": graph.transition_s * ratio, "compile": compile_s}
-    taken = [choice.prices[choice.way].link_bytes for choice in graph.choices.values()]
-    if later_s:
-        parts["unpark"] = later_s
-    return TransitionEstimate(
-        executable=True,
-        seconds=sum(parts.values()),
-        parts_s=parts,
-        link_bytes=sum(taken, later),
-        device_bytes=dict(zip(graph.devices, graph.peak_bytes, strict=True)),
     )

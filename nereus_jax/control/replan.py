@@ -270,10 +270,12 @@ def _decided(
     taken = choice.taken
     if taken is not None:
         assert taken.transition is not None
+        parts = taken.transition.parts_s
+        moving_s = parts.get("move", 0.0) + parts.get("setup", 0.0)
         state = dataclasses.replace(
             state,
             pending=taken.candidate.plan,
-            pending_s=0.0 if by_checkpoint else taken.transition.parts_s.get("move", 0.0),
+            pending_s=0.0 if by_checkpoint else moving_s,
             halted=False,
         )
         going = state.missing(state.usable.devices) & state.leaving.keys()

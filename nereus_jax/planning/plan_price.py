@@ -49,6 +49,10 @@ class StagePrice:
     working_bytes: float = 0.0
 
 
+Known = dict[tuple[object, ...], StagePrice]
+"""Prices of model-stages by all that they depend on beside the problem."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanPrice:
     """What a plan costs.
@@ -160,6 +164,7 @@ def price_plan(
     problem: PlanProblem,
     plan: ExecutionPlan,
     node_sizes: Mapping[ModelStage, int] | None = None,
+    known: Known | None = None,
 ) -> PlanPrice:
     """The price of a plan.
 
@@ -168,9 +173,11 @@ def price_plan(
       plan: of the job's model-stages.
       node_sizes: devices of a model-stage's groups of ranks that share a node, where that is not as
         the hardware has it.
+      known: prices of model-stages of the same problem, which are added to; plans of one search
+        differ in few of them.
     """
     sizes = node_sizes or {}
-    made: dict[tuple[object, ...], StagePrice] = {}
+    made: Known = {} if known is None else known
     stages: dict[ModelStage, StagePrice] = {}
     for stage in problem.workflow.model_stages:
         layout, choice = plan.plan[stage].layout, plan.choices[stage]
@@ -266,12 +273,17 @@ def _park_s(problem: PlanProblem, stage: ModelStage, held_bytes: float) -> float
 def _positions(
     plan: ExecutionPlan,
 ) -> tuple[tuple[DeviceId, ...], dict[ModelStage, Ints]]:
-    """The devices of a plan, ascending, and the places of each model-stage's among them."""
-    placements = plan.plan.placements
-    devices = sorted({d for p in placements.values() for d in p.devices})
-    place = {d: i for i, d in enumerate(devices)}
-    positions = {s: np.array([place[d] for d in p.devices]) for s, p in placements.items()}
-    return tuple(devices), positions
+    """The devices of a plan, and the places of each model-stage's among them."""
+    place: dict[DeviceId, int] = {}
+    seen: dict[int, Ints] = {}
+    positions: dict[ModelStage, Ints] = {}
+    for stage, placement in plan.plan.placements.items():
+        devices = placement.devices
+        if id(devices) not in seen:  # many model-stages have the very same devices
+            indices = [place.setdefault(d, len(place)) for d in devices]
+            seen[id(devices)] = np.array(indices)
+        positions[stage] = seen[id(devices)]
+    return tuple(place), positions
 
 
 def _step_s(
