@@ -6,6 +6,7 @@ simulated one, in every process and after every resume.
 """
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -46,6 +47,8 @@ from nereus_jax.planning.calibration import OperationClass
 WARM_UP_STEPS = 8
 """Steps of a run before which efficiencies are no signals: until then they are found out, not
 changed."""
+SURE_SIGMAS = 2.0
+"""Standard deviations of an efficiency's logarithm that a change of it must have to count."""
 MOST_FAILED = 8
 """Plans that could not be reached, as many as are remembered."""
 REFUSED_GROWTH = 1.05
@@ -101,7 +104,7 @@ class Controller:
         signals = state.signals
         if state.plan_steps == 1:  # another plan has another peak: no drift
             signals = {n: s for n, s in signals.items() if n != PEAK_MEMORY}
-        signals = with_first_references(signals, values, record.step)
+        signals = with_first_references(signals, values, state.step)
         state = dataclasses.replace(state, signals=signals)
         forecast = forecast_of(self.settings, state)
         triggers = self._triggers(state, values, forecast)
@@ -181,7 +184,8 @@ class Controller:
         policy = self.settings.policy
         triggers = list(state.noticed)
         if policy.on_thresholds:
-            triggers += crossings(state.signals, values, self.settings.thresholds)
+            crossed = crossings(state.signals, values, self.settings.thresholds)
+            triggers += [name for name in crossed if self._sure(state, name)]
         if policy.foresees and forecast is not None and state.facts is not None:
             bound = forecast.tail_bound(self.settings.forecast.lead_steps)
             known = bound <= state.refused_tokens * REFUSED_GROWTH
@@ -190,6 +194,17 @@ class Controller:
         if policy.every and state.step - state.last_replan >= policy.every:
             triggers.append(PERIOD)
         return triggers
+
+    @staticmethod
+    def _sure(state: ControllerState, name: str) -> bool:
+        """Whether a deviation is more than doubt: a class that measurements hardly tell from
+        another one wanders without having changed."""
+        if not name.startswith(EFFICIENCY):
+            return True
+        operation = OperationClass(name.removeprefix(EFFICIENCY))
+        known = state.beliefs.efficiencies
+        change = abs(math.log(known[operation] / state.signals[name].reference))
+        return change > SURE_SIGMAS * known.log_std(operation)
 
     def _on_transition(
         self, state: ControllerState, event: TransitionEnded

@@ -7,8 +7,9 @@ that are due: every one in the first steps of a plan and after a surprise, else 
 A surprise is a step whose seconds per token are off by `SURPRISE` in comparison with those before.
 
 A filter that has learned for long hardly moves. So when the same model-stage surprises twice on
-end, efficiencies have changed, not a step: what was known of the classes that it uses becomes
-doubtful again, and the next steps teach them anew.
+end, efficiencies have changed, not a step, and the change is learned at once. It is dealt to the
+classes by their shares of the seconds, not by what was unknown of them: that a class was never
+quite told from another is no reason to think that it is the one that changed.
 """
 
 import dataclasses
@@ -27,8 +28,8 @@ SURPRISE = 0.20
 """Change of the logarithm of a model-stage's seconds per token that is looked into."""
 RATE_WEIGHT = 0.2
 """Of the newest step in the average that a surprise is measured against."""
-DOUBT = 0.5
-"""Standard deviation that is added to the logarithms of efficiencies that have changed."""
+CHANGE = 0.7
+"""Standard deviation of the logarithm of an efficiency that has changed: by two is usual."""
 GENERATE_NOISE = 0.1
 """Relative deviation of a rollout's time, whose end is one draw of the longest response."""
 
@@ -72,14 +73,14 @@ def learn(before: Learned, record: StepRecord, seconds: Seconds) -> Learned:
       seconds: of a model-stage in this step by class, as these efficiencies predict it.
     """
     efficiencies, history = before.efficiencies, dict(before.history)
-    tokens = max(record.responses.mean, 1.0)
     timed = sorted(s for s in record.stage_s if s not in record.first_after_compile)
     for number, stage in enumerate(timed):
         took_s = record.stage_s[stage]
         if not 0.0 < took_s < math.inf:
             continue
         known = history.get(stage, StageHistory())
-        rate = math.log(took_s / tokens)
+        prompt_tokens = 0.0 if stage.stage is Stage.GENERATE else record.prompts.mean
+        rate = math.log(took_s / (prompt_tokens + record.responses.mean))
         surprised = known.steps > 1 and abs(rate - known.rate) > SURPRISE
         turn = record.step % len(timed) == number
         if known.steps < YOUNG_STEPS or surprised or turn:
@@ -88,10 +89,9 @@ def learn(before: Learned, record: StepRecord, seconds: Seconds) -> Learned:
                 noise = GENERATE_NOISE if stage.stage is Stage.GENERATE else NOISE
                 off = math.log(took_s / sum(modelled.values()))
                 again = surprised and abs(off) > SURPRISE and known.surprises > 0
-                if again:
-                    efficiencies = doubted(efficiencies, modelled)
                 surprised = surprised and abs(off) > SURPRISE
-                efficiencies = observe(efficiencies, modelled, took_s, noise=noise)
+                learned = after_change if again else observe
+                efficiencies = learned(efficiencies, modelled, took_s, noise=noise)
                 if again:
                     known, surprised = StageHistory(), False
         history[stage] = _after(known, rate, surprised)
@@ -108,21 +108,29 @@ def _after(known: StageHistory, rate: float, surprised: bool) -> StageHistory:
     )
 
 
-def doubted(
-    efficiencies: Efficiencies, seconds: Mapping[OperationClass, float], std: float = DOUBT
+def after_change(
+    efficiencies: Efficiencies,
+    seconds: Mapping[OperationClass, float],
+    measured_s: float,
+    *,
+    noise: float = NOISE,
 ) -> Efficiencies:
-    """The same values, but those of the classes that seconds were spent on are unsure again.
+    """What is known after a change of efficiencies that one measurement shows.
+
+    The change is a normal variable of its own, with variance `CHANGE`^2 times a class's share of
+    the seconds; what was unsure of the values before it stays unsure.
 
     Args:
-      efficiencies: what is known.
-      seconds: by class; a class is doubted by the root of its share.
-      std: standard deviation that is added for a share of 1.
+      efficiencies: what was known before the change.
+      seconds: what those predict, by class.
+      measured_s: what it took.
+      noise: standard deviation of the logarithm of a measurement.
     """
     total = sum(seconds.values())
     shares = np.array([seconds.get(c, 0.0) / total for c in CLASSES])
-    return dataclasses.replace(
-        efficiencies, covariance=efficiencies.covariance + std**2 * np.diag(shares)
-    )
+    change = dataclasses.replace(efficiencies, covariance=CHANGE**2 * np.diag(shares))
+    after = observe(change, seconds, measured_s, noise=noise)
+    return dataclasses.replace(after, covariance=efficiencies.covariance + after.covariance)
 
 
 def corrected(

@@ -162,10 +162,16 @@ def with_crossings(
     return {**signals, **crossed}
 
 
-def horizon(signals: Signals, names: list[str]) -> float:
-    """The smallest H_x of the signals that triggered; of all known ones where none did."""
+def horizon(signals: Signals, names: list[str], quiet_steps: float = 1.0) -> float:
+    """The smallest H_x of the signals that triggered; of all known ones where none did.
+
+    Args:
+      signals: all.
+      names: of those that triggered.
+      quiet_steps: where no interval is known: steps without any crossing.
+    """
     known = [signals[n].horizon for n in names if n in signals]
     if known:
         return min(known)
     intervals = [s.interval for s in signals.values() if s.interval is not None]
-    return min(intervals, default=1.0)
+    return min(intervals, default=quiet_steps)

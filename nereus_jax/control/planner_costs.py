@@ -103,8 +103,9 @@ class PlannerCosts:
         shortage = ""
         for degrees, top in searches:
             for view in _views(problem, pool, self._node):
-                search = find_plans(dataclasses.replace(view, degrees=degrees), top, APART)
-                shortage = shortage or _shortage_text(search)
+                held = dataclasses.replace(view, degrees=degrees)
+                search = find_plans(held, top, APART, explain=not degrees and not found)
+                shortage = shortage or _shortage_text(search, degrees)
                 origin = "search, pp and tp kept" if degrees else "search"
                 for step in search.plans:
                     plan = self._placed(step, pool, current)
@@ -407,10 +408,10 @@ def _views(
             yield dataclasses.replace(problem, hardware=hardware, num_devices=num_devices)
 
 
-def _shortage_text(search: PlanSearch) -> str:
+def _shortage_text(search: PlanSearch, degrees: Mapping[ModelStage, tuple[int, int]]) -> str:
     shortage = search.shortage
     if shortage is None:
-        return ""
+        return "the pp and tp that are to stay do not fit the devices" if degrees else ""
     where = "all model-stages together" if shortage.model_stage is None else shortage.model_stage
     return (
         f"{where} need at least {shortage.needed_bytes / 2**30:.1f} GiB of a device, "

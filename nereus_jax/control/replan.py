@@ -11,7 +11,13 @@ from nereus_jax.control.admission import (
     choose_profitable,
     choose_urgent,
 )
-from nereus_jax.control.costs import Beliefs, Candidate, CostFunction, TransitionEstimate
+from nereus_jax.control.costs import (
+    Beliefs,
+    Candidate,
+    Candidates,
+    CostFunction,
+    TransitionEstimate,
+)
 from nereus_jax.control.decisions import device_ranges, make_record
 from nereus_jax.control.expectation import expected_workload, forecast_of
 from nereus_jax.control.forecast import Forecast
@@ -20,6 +26,7 @@ from nereus_jax.control.monitor import (
     MEMORY_FORECAST,
     PEAK_MEMORY,
     PERIOD,
+    Prior,
     horizon,
     with_crossings,
     with_references,
@@ -100,11 +107,12 @@ def replan(start: Replan) -> tuple[ControllerState, Decision]:
     signals = with_crossings(
         state.signals, crossed, state.step, settings.interval_weight, settings.prior
     )
-    steps = horizon(signals, crossed)
+    quiet = 1 if settings.prior is Prior.PAPER else max(state.step - state.last_replan, 1)
+    steps = horizon(signals, crossed, quiet)
     if settings.num_steps:
         steps = min(steps, max(settings.num_steps - state.step, 0))
-    case = _case(start, steps)
-    choice, by_checkpoint = _choose(case)
+    case, found = _searched(start, steps)
+    choice, by_checkpoint = _choose(case, found)
     state = dataclasses.replace(
         state,
         signals=with_references(signals, start.values),
@@ -132,11 +140,49 @@ def replan(start: Replan) -> tuple[ControllerState, Decision]:
     return _decided(case, state, choice, by_checkpoint, record)
 
 
-def _case(start: Replan, steps: float) -> _Case:
+def _searched(start: Replan, steps: float) -> tuple[_Case, Candidates]:
+    """The case with its candidates: those with memory for all that may come, or where there are
+    none, for what may come soon, or for what was seen."""
     settings, state = start.settings, start.state
     forecast = forecast_of(settings, state)
     workload = expected_workload(settings, state, forecast)
     beliefs = _after_peak(start, workload)
+    tried: list[tuple[_Case, Candidates]] = []
+    for tokens in _rooms(settings, state, forecast, workload):
+        workload = dataclasses.replace(workload, max_response_tokens=tokens)
+        found = start.costs.candidates(
+            workload,
+            state.usable,
+            beliefs,
+            current=state.plan,
+            count=settings.candidates,
+            same_degrees=settings.policy.same_degrees,
+        )
+        tried.append((_case(start, steps, forecast, workload, beliefs), found))
+        if found.plans:
+            break
+    return tried[-1]
+
+
+def _rooms(
+    settings: ControllerSettings,
+    state: ControllerState,
+    forecast: Forecast | None,
+    workload: Workload,
+) -> list[int]:
+    """Response tokens to have memory for, the most first."""
+    least = workload.response_lengths.max
+    rooms = [workload.max_response_tokens]
+    if forecast is not None:
+        rooms.append(math.ceil(forecast.tail_bound(settings.forecast.lead_steps)))
+        rooms.append(max(state.lengths.longest[-settings.workload_steps :]))
+    return list(dict.fromkeys(max(min(r, rooms[0]), least) for r in rooms))
+
+
+def _case(
+    start: Replan, steps: float, forecast: Forecast | None, workload: Workload, beliefs: Beliefs
+) -> _Case:
+    state = start.state
     price = start.costs.price(state.plan, workload, state.usable, beliefs)
     urgent, hidden_s, left_s = _urgency(start, forecast, price)
     return _Case(
@@ -200,18 +246,9 @@ def _after_peak(start: Replan, workload: Workload) -> Beliefs:
     return dataclasses.replace(state.beliefs, corrections=factors)
 
 
-def _choose(case: _Case) -> tuple[Choice, bool]:
+def _choose(case: _Case, found: Candidates) -> tuple[Choice, bool]:
     """The outcome, and whether it is reached through a checkpoint."""
-    start, state = case.start, case.start.state
-    policy = start.settings.policy
-    found = start.costs.candidates(
-        case.workload,
-        state.usable,
-        case.beliefs,
-        current=state.plan,
-        count=start.settings.candidates,
-        same_degrees=policy.same_degrees,
-    )
+    state, policy = case.start.state, case.start.settings.policy
     plans = [c for c in found.plans if c.plan not in state.failed]
     if not state.halted:
         plans = [c for c in plans if c.plan != state.plan]
