@@ -3,13 +3,13 @@
 """Which device of a pool stands at which position of a plan.
 
 A search plans for positions 0 to n - 1 in tidy nodes. A real pool has holes, and its devices hold
-state already. So positions are cut into blocks as wide as the widest group of tensor ranks; nodes
-with whole blocks come first, what is left over of nodes last; and of the nodes that are equally
-full, those go to a position that hold the most of what will be needed there.
+state already. So nodes are cut into blocks as wide as the widest group of tensor ranks, what is
+left over of them into blocks of the next width, and those come last; and of the nodes that are
+equally full, those go to a position that hold the most of what will be needed there.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,24 +53,26 @@ def node_counts(devices: Sequence[DeviceId], node_of: NodeOf) -> dict[int, list[
 
 
 def assign(
-    devices: Sequence[DeviceId], node_of: NodeOf, block: int, held: Sequence[Held] = ()
+    devices: Sequence[DeviceId], node_of: NodeOf, blocks: Sequence[int], held: Sequence[Held] = ()
 ) -> tuple[DeviceId, ...]:
     """The device at each position.
 
     Args:
       devices: of the pool.
       node_of: the node of a device.
-      block: devices that should share a node: the largest tp degree.
+      blocks: numbers of devices that should share a node: the tp degrees of a plan.
       held: what lies where, and where it will be needed.
     """
-    nodes = node_counts(devices, node_of)
-    order = sorted(nodes, key=lambda n: (-(len(nodes[n]) // block), -len(nodes[n]), n))
-    chunks = [nodes[n][: len(nodes[n]) // block * block] for n in order]
-    rest = [d for n in order for d in nodes[n][len(nodes[n]) // block * block :]]
-    chunks = [c for c in chunks if c]
-    if held:
-        chunks = _nearest(chunks, [d for c in chunks for d in c] + rest, block, held)
-    return tuple(d for c in chunks for d in c) + tuple(rest)
+    left = node_counts(devices, node_of)
+    chunks: list[tuple[int, list[DeviceId]]] = []
+    for block in sorted({*blocks, 1}, reverse=True):
+        for node in sorted(left, key=lambda n: (-(len(left[n]) // block), -len(left[n]), n)):
+            whole = len(left[node]) // block * block
+            if whole:
+                chunks.append((block, left[node][:whole]))
+                left[node] = left[node][whole:]
+    order = [d for _, chunk in chunks for d in chunk]
+    return tuple(_nearest(chunks, order, held) if held else order)
 
 
 def group_node_size(placement: Placement, node_of: NodeOf, devices_per_node: int) -> int:
@@ -88,28 +90,24 @@ def group_node_size(placement: Placement, node_of: NodeOf, devices_per_node: int
 
 
 def _nearest(
-    chunks: list[list[DeviceId]],
-    order: Sequence[DeviceId],
-    block: int,
-    held: Sequence[Held],
-) -> list[list[DeviceId]]:
-    """The same chunks with nodes of one size in another order, and blocks in each node."""
+    chunks: Sequence[tuple[int, list[DeviceId]]], order: Sequence[DeviceId], held: Sequence[Held]
+) -> list[DeviceId]:
+    """The same chunks with nodes that are alike in another order, and blocks in each node."""
     overlap = _Overlap(order, held)
-    starts = np.cumsum([0, *(len(c) for c in chunks)])
-    chosen = list(chunks)
-    for size in sorted({len(c) for c in chunks}, reverse=True):
-        places = [i for i, c in enumerate(chunks) if len(c) == size]
-        rows = np.array([[overlap.number[d] for d in chunks[i]] for i in places])
+    sizes = [(block, len(chunk)) for block, chunk in chunks]
+    starts = np.cumsum([0, *(size for _, size in sizes)])
+    numbers = np.arange(len(order))
+    for block, size in dict.fromkeys(sizes):
+        places = [i for i, alike in enumerate(sizes) if alike == (block, size)]
         slots = starts[places][:, None] + np.arange(size)
+        rows = slots.copy()
         if len(places) > 1:
             gain = overlap.between(rows[:, None, :], slots[None, :, :]).sum(axis=2)
-            pairs = _greedy(gain)
-            rows = rows[[node for node, _ in sorted(pairs, key=lambda p: p[1])]]
+            rows = rows[[node for node, _ in sorted(_greedy(gain), key=lambda p: p[1])]]
         if size > block:
             rows = _blocks_nearest(overlap, rows, slots, block)
-        for i, row in zip(places, rows.tolist(), strict=True):
-            chosen[i] = [order[d] for d in row]
-    return chosen
+        numbers[slots] = rows
+    return [order[i] for i in numbers.tolist()]
 
 
 def _blocks_nearest(overlap: "_Overlap", rows: Ints, slots: Ints, block: int) -> Ints:
@@ -154,15 +152,15 @@ class _Overlap:
     """
 
     def __init__(self, order: Sequence[DeviceId], held: Sequence[Held]) -> None:
-        self.number: Mapping[DeviceId, int] = {d: i for i, d in enumerate(order)}
+        number = {d: i for i, d in enumerate(order)}
         self._held = held
         self._old: list[Ints] = []
         self._new: list[Ints] = []
         for item in held:
             old, new = np.full(len(order), -1), np.full(len(order), -1)
             for rank, device in enumerate(item.old.devices):
-                if device in self.number:
-                    old[self.number[device]] = rank
+                if device in number:
+                    old[number[device]] = rank
             count = item.layout.num_devices
             new[item.first : item.first + count] = np.arange(count)
             self._old.append(old)

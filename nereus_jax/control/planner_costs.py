@@ -44,11 +44,13 @@ class _Moved:
     """What a transition leads from and to.
 
     Attributes:
+      states: of the model-stages.
       source, target: the plans between steps.
       later_s: what the first step after it needs on top.
       later_bytes: what moves then.
     """
 
+    states: Mapping[ModelStage, StageState]
     source: Plan
     target: Plan
     later_s: float
@@ -157,10 +159,10 @@ class PlannerCosts:
         compile_s = max(self._compile_s(source, target, beliefs) - hidden_s, 0.0)
         if by_checkpoint:
             return self._restart(source, target, compile_s)
-        moved = self._as_it_moves(source, target, beliefs)
+        moved = self._as_it_moves(source, target, beliefs, lost)
         try:
             graph = plan_transition(
-                self._moved_states(source, target),
+                moved.states,
                 moved.source,
                 moved.target,
                 hardware=_derated(self.problem.hardware, beliefs.efficiencies),
@@ -207,7 +209,7 @@ class PlannerCosts:
 
     def _placed(self, step: PlannedStep, pool: DevicePool, current: ExecutionPlan) -> ExecutionPlan:
         """A plan of positions on the devices of the pool, so that little moves."""
-        block = max(s.layout.tp for s in step.stages)
+        blocks = [s.layout.tp for s in step.stages]
         held = [
             Held(
                 old=current.plan[s.model_stage],
@@ -218,7 +220,7 @@ class PlannerCosts:
             for s in step.stages
             if self._state_bytes[s.model_stage] and s.model_stage in current.plan
         ]
-        order = assign(pool.devices, self._node, block, held)
+        order = assign(pool.devices, self._node, blocks, held)
         spans: dict[range, tuple[DeviceId, ...]] = {}
         for s in step.stages:
             if s.positions not in spans:
@@ -262,45 +264,48 @@ class PlannerCosts:
             for stage, state in self._states.items()
         }
 
-    def _moved_states(
-        self, source: ExecutionPlan, target: ExecutionPlan
-    ) -> dict[ModelStage, StageState]:
-        states: dict[ModelStage, StageState] = {}
-        for stage, state in self._states.items():
-            old, new = source.choices.get(stage), target.choices.get(stage)
-            frozen = state.optimizer is None and state.refreshed_by is None
-            states[stage] = dataclasses.replace(
-                state,
-                zero1=any(c is not None and c.zero1 for c in (old, new)),
-                recovery=(RecoverySource.CHECKPOINT,) if frozen else (),
-                parked_before=old is not None and old.parked and not state.refreshed_by,
-                parked_after=new is not None and new.parked and not state.refreshed_by,
-            )
-        return states
-
     def _as_it_moves(
-        self, source: ExecutionPlan, target: ExecutionPlan, beliefs: Beliefs
+        self,
+        source: ExecutionPlan,
+        target: ExecutionPlan,
+        beliefs: Beliefs,
+        lost: frozenset[DeviceId],
     ) -> _Moved:
         """The plans as a transition takes them.
 
         What is parked and filled by a weight edge in every step has nothing between two steps. What
         is parked with state of its own is put away where it was, and goes to its new place when it
-        first comes back to devices.
+        first comes back to devices; where devices of the old place are lost, it comes to devices
+        first, and is put away from there.
         """
         ends: list[dict[ModelStage, Placement]] = []
         for plan in (source, target):
             idle = {s for s, c in plan.choices.items() if c.parked and self._refreshed(s)}
             ends.append({s: p for s, p in plan.plan.placements.items() if s not in idle})
+        states: dict[ModelStage, StageState] = {}
         later_s, num_bytes = 0.0, 0
         hardware = _derated(self.problem.hardware, beliefs.efficiencies)
-        for stage, choice in target.choices.items():
-            new, old = ends[1].get(stage), ends[0].get(stage)
-            if choice.parked and new is not None and old is not None and old != new:
-                ends[1][stage] = old
+        for stage, state in self._states.items():
+            choices = source.choices.get(stage), target.choices.get(stage)
+            before, after = (c is not None and c.parked for c in choices)
+            old, new = ends[0].get(stage), ends[1].get(stage)
+            if after and old is not None and new is not None and old != new:
+                after = lost.isdisjoint(old.devices)
+                ends[1][stage] = old if after else new
                 own = self._state_bytes[stage] / (new.layout.pp * new.layout.tp)
-                later_s += hardware.host.seconds(own) + hardware.inter_node.seconds(own)
+                later_s += hardware.host.seconds(own)
+                later_s += hardware.inter_node.seconds(own) if after else 0.0
                 num_bytes += int(own * new.layout.num_devices)
+            frozen = state.optimizer is None and state.refreshed_by is None
+            states[stage] = dataclasses.replace(
+                state,
+                zero1=any(c is not None and c.zero1 for c in choices),
+                recovery=(RecoverySource.CHECKPOINT,) if frozen else (),
+                parked_before=before and not self._refreshed(stage),
+                parked_after=after and not self._refreshed(stage),
+            )
         return _Moved(
+            states=states,
             source=Plan(placements=ends[0]),
             target=Plan(placements=ends[1]),
             later_s=later_s,

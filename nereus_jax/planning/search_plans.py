@@ -19,7 +19,12 @@ from nereus_jax.core.roles import ModelStage, Stage
 from nereus_jax.planning.frontier import Floats
 from nereus_jax.planning.search import Found, find_best, wave_seconds
 from nereus_jax.planning.search_alternatives import next_best
-from nereus_jax.planning.search_problem import PlanProblem, PricedStage, Pricer
+from nereus_jax.planning.search_problem import (
+    PlanProblem,
+    PricedStage,
+    Pricer,
+    stage_candidates,
+)
 from nereus_jax.planning.search_shortage import Shortage, find_shortage
 from nereus_jax.planning.search_waves import Pick, Wave
 
@@ -160,7 +165,10 @@ def find_plans(
       explain: where nothing fits, find out why; that takes longer than the search.
     """
     for across in (False, True) if not problem.tp_across_nodes else (True,):
-        pricer = Pricer(dataclasses.replace(problem, tp_across_nodes=across))
+        wanted = dataclasses.replace(problem, tp_across_nodes=across)
+        if not all(len(stage_candidates(wanted, stage)) for stage in problem.degrees):
+            continue
+        pricer = Pricer(wanted)
         priced = [[pricer.price(stage) for stage in wave] for wave in problem.waves()]
         limit = problem.limit_bytes
         waves = [

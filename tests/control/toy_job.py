@@ -146,6 +146,8 @@ class ToyCosts:
         resident = 400.0 / tp if stage == ACTOR_TRAIN else 0.0
         working = workload.max_response_tokens / tp * choice.microbatch_size / 8
         working *= 0.5 if choice.remat else 1.0
+        if choice.parked:
+            resident, working = 0.0, working + resident
         return resident, working * beliefs.corrections.get(stage.stage, 1.0)
 
     def stage_seconds(
