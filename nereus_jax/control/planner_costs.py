@@ -104,6 +104,8 @@ class PlannerCosts:
         known: Known = {}
         shortage = ""
         for degrees, top in searches:
+            if degrees and not same_degrees and found and _keeps(found[0].plan, degrees):
+                continue  # the best plan of all keeps them
             for view in _views(problem, pool, self._node):
                 held = dataclasses.replace(view, degrees=degrees)
                 search = find_plans(held, top, APART, explain=not degrees and not found)
@@ -393,6 +395,11 @@ def _degrees(plan: ExecutionPlan, stage: Stage | None) -> dict[ModelStage, tuple
         for s, p in plan.plan.placements.items()
         if stage is None or s.stage is stage
     }
+
+
+def _keeps(plan: ExecutionPlan, degrees: Mapping[ModelStage, tuple[int, int]]) -> bool:
+    layouts = {s: plan.plan[s].layout for s in degrees}
+    return all((layouts[s].pp, layouts[s].tp) == wanted for s, wanted in degrees.items())
 
 
 def _views(
