@@ -17,7 +17,8 @@ from nereus_jax.control.forecast import ForecastSettings, make_forecast
 
 ROWS = 512
 CUT_TOKENS = 32_768
-GROWTH = 1.5
+STARTS = (1.2, 1.5, 2.0)
+GROWTH = 1.25
 IN_TIME, JUDGED = 3, 20
 """Steps ahead that an alarm must be, and steps that it is judged by."""
 TUNED_SEEDS, HELD_OUT_SEEDS = range(4), range(100, 108)
@@ -75,10 +76,12 @@ def observe(curve: Curve, histogram: Histogram, seed: int) -> tuple[list[float],
     return means, longest
 
 
-def play(means: Sequence[float], longest: Sequence[float], foresees: Foresees) -> Score:
-    """One run over a curve."""
+def play(
+    means: Sequence[float], longest: Sequence[float], foresees: Foresees, start: float
+) -> Score:
+    """One run over a curve, from a cap of so many times the first longest response."""
     score = Score(steps=len(means))
-    cap = GROWTH * longest[0]
+    cap = start * longest[0]
     for t in range(len(means)):
         violated = longest[t] > cap
         if violated:
@@ -103,14 +106,16 @@ def play(means: Sequence[float], longest: Sequence[float], foresees: Foresees) -
 def measure(
     curves: Sequence[Curve], histogram: Histogram, foresees: Foresees, seeds: Sequence[int] | None
 ) -> dict[str, Any]:
-    """The marks of all curves, of those that settings were chosen on, of the others, and of each."""
+    """The marks of all curves, of the two parts, and of each curve."""
     total, parts = Score(), {True: Score(), False: Score()}
     rows: dict[str, Any] = {}
     for curve in curves:
         own = Score()
         chosen = seeds if seeds is not None else TUNED_SEEDS if curve.tuned else HELD_OUT_SEEDS
         for seed in chosen:
-            own.add(play(*observe(curve, histogram, seed), foresees))
+            seen = observe(curve, histogram, seed)
+            for start in STARTS:
+                own.add(play(*seen, foresees, start))
         rows[curve.name] = own.marks()
         total.add(own)
         parts[curve.tuned].add(own)
