@@ -36,6 +36,7 @@ class Score:
     late: int = 0
     missed: int = 0
     false: int = 0
+    too_early: int = 0
     steps: int = 0
 
     def add(self, other: "Score") -> None:
@@ -84,7 +85,9 @@ def play(
     cap = start * longest[0]
     for t in range(len(means)):
         violated = longest[t] > cap
-        if violated:
+        if violated and t < IN_TIME:
+            score.too_early += 1
+        elif violated:
             score.missed += 1
         seen = means[: t + 1], longest[: t + 1]
         if not violated and not foresees(*seen, cap):
@@ -93,6 +96,8 @@ def play(
             after = [v for v in range(t + 1, min(t + 1 + JUDGED, len(means))) if longest[v] > cap]
             if not after:
                 score.false += 1
+            elif after[0] < IN_TIME:
+                score.too_early += 1
             elif after[0] - t >= IN_TIME:
                 score.in_time += 1
             else:
