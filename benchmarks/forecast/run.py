@@ -21,7 +21,7 @@ STARTS = (1.2, 1.5, 2.0)
 GROWTH = 1.25
 IN_TIME, JUDGED = 3, 20
 """Steps ahead that an alarm must be, and steps that it is judged by."""
-TUNED_SEEDS, HELD_OUT_SEEDS = range(4), range(100, 108)
+TUNED_SEEDS, HELD_OUT_SEEDS = range(4), range(200, 208)
 SIMPLE_SHARE = 0.8
 
 Foresees = Callable[[Sequence[float], Sequence[float], float], bool]

@@ -47,8 +47,8 @@ class ForecastSettings:
     ratio_window: int = 48
     level_steps: int = 3
     damping: float = 0.9
-    sigmas: float = 1.5
-    lead_steps: int = 6
+    sigmas: float = 2.0
+    lead_steps: int = 8
     prior_std: float = 0.15
     prior_steps: int = 4
     least_std: float = 0.02
