@@ -47,7 +47,7 @@ from nereus_jax.planning.calibration import OperationClass
 WARM_UP_STEPS = 8
 """Steps of a run before which efficiencies are no signals: until then they are found out, not
 changed."""
-SURE_SIGMAS = 2.0
+SURE_SIGMAS = 2.5
 """Standard deviations of an efficiency's logarithm that a change of it must have to count."""
 MOST_FAILED = 8
 """Plans that could not be reached, as many as are remembered."""
@@ -125,9 +125,16 @@ class Controller:
                 dataclasses.replace(beliefs, efficiencies=efficiencies),
             ),
         )
+        limit = self.settings.thresholds.efficiency
+        jumped = tuple(
+            EFFICIENCY + c.value for c, ratio in learned.changed.items() if abs(ratio - 1) > limit
+        )
+        if not self.settings.policy.on_thresholds:
+            jumped = ()
         return dataclasses.replace(
             state,
             step=record.step + 1,
+            noticed=tuple(dict.fromkeys((*state.noticed, *jumped))),
             lengths=state.lengths.after(
                 record.responses,
                 record.prompts,

@@ -3,13 +3,15 @@
 """What a finished step teaches: efficiencies of operation classes, and memory.
 
 Pricing a model-stage takes more time than all else that happens at a step, so only those are priced
-that are due: every one in the first steps of a plan and after a surprise, else one a step, in turn.
-A surprise is a step whose seconds per token are off by `SURPRISE` in comparison with those before.
+that are due: all in the first steps of a plan, else one a step, in turn, and any whose seconds per
+token are off. A surprise is a step whose seconds are off by `SURPRISE`, both per token in
+comparison with those before and against the model.
 
-A filter that has learned for long hardly moves. So when the same model-stage surprises twice on
-end, efficiencies have changed, not a step, and the change is learned at once. It is dealt to the
-classes by their shares of the seconds, not by what was unknown of them: that a class was never
-quite told from another is no reason to think that it is the one that changed.
+One surprise teaches nothing: it is a step that was odd. When the same model-stage surprises twice
+on end, efficiencies have changed, and the change is learned at once: a filter that has learned for
+long would hardly move. The change is dealt to the classes by their shares of the seconds, not by
+what was unknown of them: that a class was never quite told from another is no reason to think that
+it is the one that changed.
 """
 
 import dataclasses
@@ -43,7 +45,7 @@ class StageHistory:
     Attributes:
       steps: that counted.
       rate: average of the logarithm of seconds per token.
-      surprises: on end, newest included.
+      surprises: 1 where the last step was one.
     """
 
     steps: int = 0
@@ -58,10 +60,14 @@ class Learned:
     Attributes:
       efficiencies: of operation classes.
       history: of each model-stage.
+      changed: efficiencies that were seen to change in this step, after over before.
     """
 
     efficiencies: Efficiencies
     history: Mapping[ModelStage, StageHistory]
+    changed: Mapping[OperationClass, float] = dataclasses.field(
+        default_factory=dict[OperationClass, float]
+    )
 
 
 def learn(before: Learned, record: StepRecord, seconds: Seconds) -> Learned:
@@ -73,6 +79,7 @@ def learn(before: Learned, record: StepRecord, seconds: Seconds) -> Learned:
       seconds: of a model-stage in this step by class, as these efficiencies predict it.
     """
     efficiencies, history = before.efficiencies, dict(before.history)
+    changed: dict[OperationClass, float] = {}
     timed = sorted(s for s in record.stage_s if s not in record.first_after_compile)
     for number, stage in enumerate(timed):
         took_s = record.stage_s[stage]
@@ -81,27 +88,31 @@ def learn(before: Learned, record: StepRecord, seconds: Seconds) -> Learned:
         known = history.get(stage, StageHistory())
         prompt_tokens = 0.0 if stage.stage is Stage.GENERATE else record.prompts.mean
         rate = math.log(took_s / (prompt_tokens + record.responses.mean))
-        surprised = known.steps > 1 and abs(rate - known.rate) > SURPRISE
-        turn = record.step % len(timed) == number
-        if known.steps < YOUNG_STEPS or surprised or turn:
+        odd = known.steps > 1 and abs(rate - known.rate) > SURPRISE
+        due = known.steps < YOUNG_STEPS or record.step % len(timed) == number
+        modelled: Mapping[OperationClass, float] = {}
+        if due or odd:
             modelled = seconds(stage, efficiencies)
-            if sum(modelled.values()) > 0:
-                noise = GENERATE_NOISE if stage.stage is Stage.GENERATE else NOISE
-                off = math.log(took_s / sum(modelled.values()))
-                again = surprised and abs(off) > SURPRISE and known.surprises > 0
-                surprised = surprised and abs(off) > SURPRISE
-                learned = after_change if again else observe
-                efficiencies = learned(efficiencies, modelled, took_s, noise=noise)
-                if again:
-                    known, surprised = StageHistory(), False
-        history[stage] = _after(known, rate, surprised)
-    return Learned(efficiencies=efficiencies, history=history)
+        if sum(modelled.values()) <= 0:
+            history[stage] = _after(known, rate)
+            continue
+        noise = GENERATE_NOISE if stage.stage is Stage.GENERATE else NOISE
+        surprise = odd and abs(math.log(took_s / sum(modelled.values()))) > SURPRISE
+        if surprise and not known.surprises:
+            history[stage] = dataclasses.replace(known, surprises=1)
+        elif surprise:
+            old = efficiencies
+            efficiencies = after_change(old, modelled, took_s, noise=noise)
+            changed |= {c: changed.get(c, 1.0) * efficiencies[c] / old[c] for c in modelled}
+            history[stage] = _after(StageHistory(), rate)
+        else:
+            efficiencies = observe(efficiencies, modelled, took_s, noise=noise)
+            history[stage] = _after(known, rate)
+    return Learned(efficiencies=efficiencies, history=history, changed=changed)
 
 
-def _after(known: StageHistory, rate: float, surprised: bool) -> StageHistory:
-    """A surprise moves the average less: one slow step says nothing of the next one."""
-    if surprised:
-        return dataclasses.replace(known, surprises=known.surprises + 1)
+def _after(known: StageHistory, rate: float) -> StageHistory:
+    """With one more step that was no surprise."""
     weight = max(RATE_WEIGHT, 1.0 / (known.steps + 1))
     return StageHistory(
         steps=known.steps + 1, rate=(1.0 - weight) * known.rate + weight * rate, surprises=0

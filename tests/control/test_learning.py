@@ -63,9 +63,8 @@ def drift(operation: OperationClass, factor: float, seed: int, before: int = 30,
 @given(st.sampled_from(SLOWED), st.integers(0, 10_000))
 def test_a_class_that_is_slowed_by_two_triggers_within_five_steps(operation, seed):
     triggers, state, slow = drift(operation, 2.0, seed)
-    late = [(step, what) for step, what in triggers if step >= 30]
-    assert late and late[0][0] < 35
-    assert EFFICIENCY + operation.value in late[0][1]
+    late = [what for step, what in triggers if 30 <= step < 35]
+    assert any(EFFICIENCY + operation.value in what.split(", ") for what in late)
     # What was learned is what happened: the class is about half as fast, and seconds are right.
     known = state.beliefs.efficiencies
     assert known[operation] / slow[operation] == pytest.approx(1.0, abs=0.35)
