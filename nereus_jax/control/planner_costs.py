@@ -9,7 +9,7 @@ from nereus_jax.control.device_assignment import Held, assign, group_node_size, 
 from nereus_jax.core.devices import DeviceId, DevicePool
 from nereus_jax.core.emu_spec import EmuSpec
 from nereus_jax.core.errors import InfeasiblePlanError
-from nereus_jax.core.execution_plan import ExecutionPlan, StageChoice
+from nereus_jax.core.execution_plan import ExecutionPlan
 from nereus_jax.core.hardware import Hardware, Link
 from nereus_jax.core.layout import divisors
 from nereus_jax.core.plan import Placement, Plan
@@ -139,13 +139,8 @@ class PlannerCosts:
     ) -> Mapping[OperationClass, float]:
         """As `CostFunction`."""
         placement = plan.plan[model_stage]
-        return stage_class_seconds(
-            self._problem(workload, placement.layout.num_devices, beliefs),
-            model_stage,
-            placement.layout,
-            plan.choices[model_stage],
-            self._node_size(placement),
-        )
+        problem = self._problem(workload, placement.layout.num_devices, beliefs)
+        return stage_class_seconds(problem, plan, model_stage, self._node_size(placement))
 
     def transition(
         self,
@@ -234,16 +229,7 @@ class PlannerCosts:
                     for s in step.stages
                 }
             ),
-            choices={
-                s.model_stage: StageChoice(
-                    microbatch_size=s.microbatch_size,
-                    microbatches=s.microbatches,
-                    remat=s.remat,
-                    zero1=s.zero1,
-                    parked=s.parked,
-                )
-                for s in step.stages
-            },
+            choices={s.model_stage: s.choice for s in step.stages},
         )
 
     @functools.cached_property
@@ -301,7 +287,8 @@ class PlannerCosts:
             frozen = state.optimizer is None and state.refreshed_by is None
             states[stage] = dataclasses.replace(
                 state,
-                zero1=any(c is not None and c.zero1 for c in choices),
+                zero1=choices[0] is not None and choices[0].zero1,
+                zero1_after=choices[1] is not None and choices[1].zero1,
                 recovery=(RecoverySource.CHECKPOINT,) if frozen else (),
                 parked_before=before and not self._refreshed(stage),
                 parked_after=after and not self._refreshed(stage),

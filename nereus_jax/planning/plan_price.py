@@ -13,17 +13,20 @@ from collections.abc import Mapping
 import numpy as np
 
 from nereus_jax.core.devices import DeviceId
-from nereus_jax.core.emu_spec import DTYPE_BYTES
-from nereus_jax.core.execution_plan import ExecutionPlan, StageChoice
-from nereus_jax.core.layout import ParallelLayout
-from nereus_jax.core.roles import ModelStage, Stage
+from nereus_jax.core.execution_plan import ExecutionPlan
+from nereus_jax.core.roles import ModelStage
 from nereus_jax.planning.calibration import OperationClass
-from nereus_jax.planning.candidates import SCORE_FLUSH_PER_RANK, Candidates, Ints
-from nereus_jax.planning.cost import stage_seconds
-from nereus_jax.planning.cost_step import edge_seconds
-from nereus_jax.planning.cost_terms import Prices, total_s
-from nereus_jax.planning.search_problem import PlanProblem, stage_memory, with_edges
-from nereus_jax.planning.workload import Workload
+from nereus_jax.planning.candidates import Ints
+from nereus_jax.planning.memory import StageMemory
+from nereus_jax.planning.predict import candidates_of
+from nereus_jax.planning.search_problem import (
+    PlanProblem,
+    park_s,
+    stage_cost,
+    stage_memory,
+    weight_edge_s,
+    with_edges,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,74 +92,26 @@ class PlanPrice:
         return total
 
 
-def as_candidates(
-    workload: Workload, model_stage: ModelStage, layout: ParallelLayout, choice: StageChoice
-) -> Candidates:
-    """A way to run a model-stage as a table of one candidate.
-
-    Args:
-      workload: of a step.
-      model_stage: which.
-      layout: its degrees.
-      choice: how it runs.
-    """
-    train = model_stage.stage is Stage.TRAIN
-    rows = min(workload.minibatch_size, workload.rows) if train else workload.rows
-    own = -(-rows // layout.dp)
-    size = min(choice.microbatch_size or own, own)
-    flush, flushes = 1, 1
-    if model_stage.stage is not Stage.GENERATE:
-        parts = -(-own // size)
-        if layout.pp > 1:
-            score = SCORE_FLUSH_PER_RANK * layout.pp
-            flush = min(choice.microbatches or (parts if train else score), parts)
-        flushes = -(-parts // flush)
-
-    def one(value: int) -> Ints:
-        return np.array([value], np.int64)
-
-    return Candidates(
-        dp=one(layout.dp),
-        pp=one(layout.pp),
-        tp=one(layout.tp),
-        microbatch_size=one(size),
-        microbatches=one(flush),
-        accumulation=one(flushes),
-        remat=np.array([choice.remat and train]),
-        zero1=np.array([choice.zero1 and train and layout.dp > 1]),
-    )
-
-
 def stage_class_seconds(
     problem: PlanProblem,
+    plan: ExecutionPlan,
     model_stage: ModelStage,
-    layout: ParallelLayout,
-    choice: StageChoice,
     devices_per_node: int | None = None,
 ) -> dict[OperationClass, float]:
     """Seconds of all calls of a model-stage in a step, by operation class.
 
     Args:
       problem: the job.
+      plan: how it runs.
       model_stage: which.
-      layout: its degrees.
-      choice: how it runs.
       devices_per_node: of its groups of ranks; None: as the hardware has it.
     """
-    p, hardware = problem, problem.hardware
+    hardware = problem.hardware
     if devices_per_node is not None and devices_per_node != hardware.devices_per_node:
         hardware = dataclasses.replace(hardware, devices_per_node=devices_per_node)
-    cost = stage_seconds(
-        p.models[model_stage.role],
-        p.head(model_stage),
-        model_stage,
-        p.workload,
-        hardware,
-        p.efficiencies,
-        as_candidates(p.workload, model_stage, layout, choice),
-        dtype=p.compute_dtype,
-    )
-    calls = p.calls(model_stage)
+        problem = dataclasses.replace(problem, hardware=hardware)
+    candidates = candidates_of(problem.workload, [model_stage], plan)
+    cost, calls = stage_cost(problem, model_stage, candidates), problem.calls(model_stage)
     return {operation: calls * seconds for operation, seconds in cost.at(0).items()}
 
 
@@ -180,22 +135,17 @@ def price_plan(
     made: Known = {} if known is None else known
     stages: dict[ModelStage, StagePrice] = {}
     for stage in problem.workflow.model_stages:
-        layout, choice = plan.plan[stage].layout, plan.choices[stage]
-        edges = [(e.source == stage, e.target == stage) for e in problem.workflow.weight_edges]
-        ends = any(x or y for x, y in edges), any(y for _, y in edges)
-        # Those that do the same with the same model have the same price.
-        alike = stage.stage, problem.models[stage.role], problem.head(stage), problem.calls(stage)
-        key = (*alike, layout, choice, *ends, sizes.get(stage))
+        key = (*_kind(problem, plan, stage), problem.calls(stage), sizes.get(stage))
         if key not in made:
-            made[key] = _stage_price(problem, stage, layout, choice, ends[1], sizes.get(stage))
+            made[key] = _stage_price(problem, plan, stage, sizes.get(stage))
         stages[stage] = made[key]
     devices, positions = _positions(plan)
+    parts = {s: (x.resident_bytes, x.working_bytes) for s, x in stages.items()}
+    peaks = _device_bytes(parts, positions, len(devices))
     return PlanPrice(
         step_s=_step_s(problem, {s: x.seconds for s, x in stages.items()}, positions),
         stages=stages,
-        device_bytes=dict(
-            zip(devices, _device_bytes(stages, positions, len(devices)), strict=True)
-        ),
+        device_bytes=dict(zip(devices, peaks, strict=True)),
         limit_bytes=problem.limit_bytes,
     )
 
@@ -203,71 +153,54 @@ def price_plan(
 def plan_bytes(problem: PlanProblem, plan: ExecutionPlan) -> float:
     """Peak of the fullest device under a plan, without its seconds."""
     made: dict[tuple[object, ...], tuple[float, float]] = {}
-    devices, positions = _positions(plan)
-    resident, working = np.zeros(len(devices)), np.zeros(len(devices))
-    edges = problem.workflow.weight_edges
+    parts: dict[ModelStage, tuple[float, float]] = {}
     for stage in problem.workflow.model_stages:
-        layout, choice = plan.plan[stage].layout, plan.choices[stage]
-        edge = any(stage in (e.source, e.target) for e in edges)
-        key = stage.stage, problem.models[stage.role], problem.head(stage), layout, choice, edge
+        key = _kind(problem, plan, stage)
         if key not in made:
-            made[key] = _stage_bytes(problem, stage, layout, choice)[:2]
-        held, used = made[key]
-        resident[positions[stage]] += held
-        working[positions[stage]] = np.maximum(working[positions[stage]], used)
-    return float((resident + working).max())
+            memory = _stage_memory(problem, plan, stage)
+            made[key] = _resident_and_working(memory, plan.choices[stage].parked)
+        parts[stage] = made[key]
+    devices, positions = _positions(plan)
+    return max(_device_bytes(parts, positions, len(devices)))
+
+
+def _kind(problem: PlanProblem, plan: ExecutionPlan, stage: ModelStage) -> tuple[object, ...]:
+    """Equal for model-stages that do the same with the same model in the same way."""
+    edges = problem.workflow.weight_edges
+    ends = any(e.source == stage for e in edges), any(e.target == stage for e in edges)
+    model, head = problem.models[stage.role], problem.head(stage)
+    return stage.stage, id(model), head, plan.plan[stage].layout, plan.choices[stage], ends
+
+
+def _stage_memory(problem: PlanProblem, plan: ExecutionPlan, stage: ModelStage) -> StageMemory:
+    candidates = candidates_of(problem.workload, [stage], plan)
+    return with_edges(problem, stage, stage_memory(problem, stage, candidates))
+
+
+def _resident_and_working(memory: StageMemory, parked: bool) -> tuple[float, float]:
+    """Bytes while others run, and on top of all resident ones while it runs."""
+    held, working = float(memory.held_bytes[0]), float(memory.working_bytes[0])
+    return (0.0, working + held) if parked else (held, working)
 
 
 def _stage_price(
-    problem: PlanProblem,
-    stage: ModelStage,
-    layout: ParallelLayout,
-    choice: StageChoice,
-    filled: bool,
-    node_size: int | None,
+    problem: PlanProblem, plan: ExecutionPlan, stage: ModelStage, node_size: int | None
 ) -> StagePrice:
-    """Args: filled: a weight edge fills it in every step."""
-    by_class = stage_class_seconds(problem, stage, layout, choice, node_size)
-    resident, working, memory, held = _stage_bytes(problem, stage, layout, choice)
-    edge_s = _edge_s(problem, stage, layout) if filled else 0.0
-    park_s = _park_s(problem, stage, held) if choice.parked else 0.0
+    by_class = stage_class_seconds(problem, plan, stage, node_size)
+    memory, is_parked = _stage_memory(problem, plan, stage), plan.choices[stage].parked
+    candidates = candidates_of(problem.workload, [stage], plan)
+    edge_s = float(weight_edge_s(problem, stage, candidates)[0])
+    parked_s = float(park_s(problem, stage, memory.held_bytes)[0]) if is_parked else 0.0
+    resident, working = _resident_and_working(memory, is_parked)
     return StagePrice(
-        seconds=sum(by_class.values()) + edge_s + park_s,
+        seconds=sum(by_class.values()) + edge_s + parked_s,
         seconds_by_class=by_class,
         edge_s=edge_s,
-        park_s=park_s,
-        memory=memory,
+        park_s=parked_s,
+        memory=memory.at(0),
         resident_bytes=resident,
         working_bytes=working,
     )
-
-
-def _stage_bytes(
-    problem: PlanProblem, stage: ModelStage, layout: ParallelLayout, choice: StageChoice
-) -> tuple[float, float, dict[str, float], float]:
-    """Resident, working, by kind, and those of the state."""
-    candidates = as_candidates(problem.workload, stage, layout, choice)
-    memory = with_edges(problem, stage, stage_memory(problem, stage, candidates))
-    held, working = float(memory.held_bytes[0]), float(memory.working_bytes[0])
-    if choice.parked:
-        return 0.0, working + held, memory.at(0), held
-    return held, working, memory.at(0), held
-
-
-def _edge_s(problem: PlanProblem, stage: ModelStage, layout: ParallelLayout) -> float:
-    p = problem
-    model_bytes = p.models[stage.role].num_params(p.head(stage)) * DTYPE_BYTES[p.compute_dtype]
-    prices = Prices(hardware=p.hardware, efficiencies=p.efficiencies, dtype=p.compute_dtype)
-    same_node = p.num_devices <= p.hardware.devices_per_node
-    spent = edge_seconds(1.0 * model_bytes, prices, layout.pp * layout.tp, same_node=same_node)
-    return float(np.sum(total_s(spent)))
-
-
-def _park_s(problem: PlanProblem, stage: ModelStage, held_bytes: float) -> float:
-    """Once in and, where the bytes have changed, once out; as a search has it."""
-    ways = 2 if stage.stage is Stage.TRAIN else 1
-    reached = problem.efficiencies[OperationClass.HOST_COPY]
-    return ways * problem.hardware.host.seconds(held_bytes) / reached
 
 
 def _positions(
@@ -307,12 +240,14 @@ def _step_s(
 
 
 def _device_bytes(
-    stages: Mapping[ModelStage, StagePrice], positions: Mapping[ModelStage, Ints], count: int
+    parts: Mapping[ModelStage, tuple[float, float]],
+    positions: Mapping[ModelStage, Ints],
+    count: int,
 ) -> list[float]:
     """Peak of each device: all that is resident, and the most that one works with on top."""
     resident, working = np.zeros(count), np.zeros(count)
-    for stage, price in stages.items():
-        used = positions[stage]
-        resident[used] += price.resident_bytes
-        working[used] = np.maximum(working[used], price.working_bytes)
+    for stage, (held, used) in parts.items():
+        at = positions[stage]
+        resident[at] += held
+        working[at] = np.maximum(working[at], used)
     return (resident + working).tolist()

@@ -55,7 +55,7 @@ def start_plan(pool: DevicePool = POOL, costs: PlannerCosts = COSTS) -> Executio
 
     problem = dataclasses.replace(costs.problem, num_devices=len(pool))
     step = find_plans(problem, 1).plans[0]
-    nothing = ExecutionPlan(plan=dataclasses.replace(step.plan(), placements={}), choices={})
+    nothing = ExecutionPlan(plan=dataclasses.replace(step.plan().plan, placements={}), choices={})
     return costs._placed(step, pool, nothing)  # pyright: ignore[reportPrivateUsage]
 
 

@@ -9,11 +9,11 @@ from nereus_jax.core.execution_plan import ExecutionPlan, StageChoice
 from nereus_jax.core.layout import ParallelLayout
 from nereus_jax.core.plan import Placement, Plan
 from nereus_jax.core.presets import preset
-from nereus_jax.core.roles import ACTOR_GENERATE, ACTOR_TRAIN, CRITIC_TRAIN, REFERENCE_SCORE, Role
+from nereus_jax.core.roles import ACTOR_GENERATE, ACTOR_TRAIN, Role
 from nereus_jax.core.workflow import policy_gradient
 from nereus_jax.planning.hardware import load_hardware
-from nereus_jax.planning.plan_price import as_candidates, plan_bytes, price_plan
-from nereus_jax.planning.search_plans import PlannedStep, find_plans
+from nereus_jax.planning.plan_price import plan_bytes, price_plan
+from nereus_jax.planning.search_plans import find_plans
 from nereus_jax.planning.search_problem import PlanProblem, stage_candidates
 from nereus_jax.planning.workload import LengthHistogram, Workload
 
@@ -39,30 +39,6 @@ def problem(
     return dataclasses.replace(base, **changes)
 
 
-def as_execution(step: PlannedStep, node: int = 8) -> ExecutionPlan:
-    return ExecutionPlan(
-        plan=Plan(
-            placements={
-                s.model_stage: Placement(
-                    layout=s.layout,
-                    devices=tuple(DeviceId(i // node, i % node) for i in s.positions),
-                )
-                for s in step.stages
-            }
-        ),
-        choices={
-            s.model_stage: StageChoice(
-                microbatch_size=s.microbatch_size,
-                microbatches=s.microbatches,
-                remat=s.remat,
-                zero1=s.zero1,
-                parked=s.parked,
-            )
-            for s in step.stages
-        },
-    )
-
-
 CASES = {
     "a node": problem(devices=8),
     "7 of 8": problem(devices=7),
@@ -77,7 +53,7 @@ CASES = {
 def test_a_plan_of_the_search_has_the_price_of_the_search(name):
     job = CASES[name]
     for step in find_plans(job, top=3).plans:
-        price = price_plan(job, as_execution(step))
+        price = price_plan(job, step.plan())
         assert price.step_s == pytest.approx(step.step_s, rel=1e-12)
         assert price.peak_bytes == pytest.approx(step.peak_memory_bytes, abs=1)
         assert price.fits
@@ -87,14 +63,18 @@ def test_a_plan_of_the_search_has_the_price_of_the_search(name):
             assert own.resident_bytes == stage.resident_bytes
             assert own.working_bytes == stage.working_bytes
             calls = job.calls(stage.model_stage)
+            assert own.memory == pytest.approx(dict(stage.memory))
             for operation, seconds in own.seconds_by_class.items():
                 assert seconds == pytest.approx(calls * stage.seconds_by_class[operation.value])
-        assert plan_bytes(job, as_execution(step)) == pytest.approx(price.peak_bytes)
+        for device, peak in price.device_bytes.items():
+            place = device.host * step.devices_per_node + device.index
+            assert peak == pytest.approx(step.device_bytes[place])
+        assert plan_bytes(job, step.plan()) == pytest.approx(price.peak_bytes)
 
 
 def test_groups_of_ranks_over_two_nodes_cost_more():
     job = problem(devices=8)
-    plan = as_execution(find_plans(job, top=1).plans[0])
+    plan = find_plans(job, top=1).plans[0].plan()
     near, torn = price_plan(job, plan), price_plan(job, plan, dict.fromkeys(plan.choices, 4))
     wide = [s for s in plan.choices if plan.plan[s].layout.tp == 8]
     for stage in plan.choices:
@@ -104,7 +84,7 @@ def test_groups_of_ranks_over_two_nodes_cost_more():
 
 def test_a_longer_response_never_needs_less_memory():
     job = problem(devices=8)
-    plan = as_execution(find_plans(job, top=1).plans[0])
+    plan = find_plans(job, top=1).plans[0].plan()
     sizes = [
         plan_bytes(
             dataclasses.replace(
@@ -115,24 +95,6 @@ def test_a_longer_response_never_needs_less_memory():
         for tokens in (1024, 1025, 1500, 2048, 4096)
     ]
     assert sizes == sorted(sizes) and sizes[-1] > sizes[0]
-
-
-def test_rows_are_dealt_to_replicas_as_the_choice_says():
-    work = problem().workload  # 256 rows, 128 an update
-    layout = ParallelLayout(3, 2, 1)
-    train = as_candidates(work, ACTOR_TRAIN, layout, StageChoice(microbatch_size=8, zero1=True))
-    # 43 rows of a replica: 6 microbatches, all in one flush.
-    assert (train.microbatch_size[0], train.microbatches[0], train.accumulation[0]) == (8, 6, 1)
-    assert train.zero1[0] and not train.remat[0]
-    flushed = as_candidates(
-        work, CRITIC_TRAIN, layout, StageChoice(microbatch_size=8, microbatches=4, remat=True)
-    )
-    assert (flushed.microbatches[0], flushed.accumulation[0]) == (4, 2) and flushed.remat[0]
-    score = as_candidates(work, REFERENCE_SCORE, layout, StageChoice(microbatch_size=4))
-    # 86 rows: 22 microbatches, 4 a rank in a flush.
-    assert (score.microbatches[0], score.accumulation[0]) == (8, 3)
-    slots = as_candidates(work, ACTOR_GENERATE, layout, StageChoice(microbatch_size=500))
-    assert (slots.microbatch_size[0], slots.microbatches[0], slots.accumulation[0]) == (86, 1, 1)
 
 
 def test_degrees_can_be_held():
@@ -149,3 +111,26 @@ def test_degrees_can_be_held():
     too_wide = dataclasses.replace(job, degrees={ACTOR_TRAIN: (8, 8)})
     nothing = find_plans(too_wide, top=1, explain=False)
     assert not nothing.plans and nothing.shortage is None
+
+
+def on(first: int, layout: ParallelLayout) -> Placement:
+    numbers = range(first, first + layout.num_devices)
+    return Placement(layout=layout, devices=tuple(DeviceId(i // 8, i % 8) for i in numbers))
+
+
+def test_model_stages_on_other_devices_run_at_the_same_time():
+    job = problem("llama3.2-1b", 16)
+    second = next(wave for wave in job.waves() if len(wave) > 1)[1]
+
+    def step_s(apart: bool) -> float:
+        layout = ParallelLayout(1, 1, 8)
+        placements = {s: on(0, layout) for s in job.workflow.model_stages}
+        if apart:
+            placements[second] = on(8, layout)
+        choices = dict.fromkeys(placements, StageChoice(microbatch_size=4))
+        plan = ExecutionPlan(plan=Plan(placements=placements), choices=choices)
+        price = price_plan(job, plan)
+        assert price.device_bytes.keys() == {d for p in placements.values() for d in p.devices}
+        return price.step_s
+
+    assert step_s(apart=False) - step_s(apart=True) > 0
