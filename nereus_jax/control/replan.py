@@ -262,10 +262,11 @@ def _choose(case: _Case, found: Candidates) -> tuple[Choice, bool]:
     if choice.taken is not None:
         reason = f"{case.urgent}; {choice.reason}"
         return dataclasses.replace(choice, reason=reason), state.halted
-    if not plans:
+    left = plans or list(found.plans)  # what failed once may be started anew
+    if not left:
         reason = f"{case.urgent}; no plan fits{f': {found.shortage}' if found.shortage else ''}"
         return dataclasses.replace(choice, reason=reason), False
-    return _through_checkpoint(case, choice), True
+    return _through_checkpoint(case, choice, left), True
 
 
 def _sparing(case: _Case) -> list[Candidate]:
@@ -282,14 +283,15 @@ def _sparing(case: _Case) -> list[Candidate]:
     return [Candidate(plan=plan, price=price, origin=how) for plan, price, how in variants]
 
 
-def _through_checkpoint(case: _Case, choice: Choice) -> Choice:
+def _through_checkpoint(case: _Case, choice: Choice, plans: list[Candidate]) -> Choice:
     """The fastest plan, reached by a restart: the last resort."""
-    first = min(choice.assessed, key=lambda a: a.candidate.price.step_s)
-    reason = f"{case.urgent}; by checkpoint and restart, because it is {first.reason}"
+    fastest = min(plans, key=lambda c: c.price.step_s)
+    why = next((a.reason for a in choice.assessed if a.candidate is fastest), "it failed before")
+    reason = f"{case.urgent}; by checkpoint and restart: {why}"
     taken = Assessed(
-        candidate=first.candidate,
-        gain_s=first.gain_s,
-        transition=case.restart(first.candidate),
+        candidate=fastest,
+        gain_s=case.price.step_s - fastest.price.step_s,
+        transition=case.restart(fastest),
         admitted=True,
         reason=reason,
         by_checkpoint=True,

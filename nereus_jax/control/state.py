@@ -249,6 +249,33 @@ def initial_state(
     )
 
 
+def resumed(state: ControllerState, plan: ExecutionPlan, pool: DevicePool) -> ControllerState:
+    """Of a run that goes on from a checkpoint, under whatever plan and on whatever devices.
+
+    What was learned and seen stays; what was under way is over.
+
+    Args:
+      state: as the checkpoint has it.
+      plan: that runs now.
+      pool: the devices that are there now.
+    """
+    return dataclasses.replace(
+        state,
+        plan=plan,
+        pool=pool,
+        leaving={},
+        pending=None,
+        pending_s=0.0,
+        halted=False,
+        history={},
+        plan_steps=0,
+        peak_bytes=0,
+        facts=None,
+        refused_tokens=0.0,
+        failed=(),
+    )
+
+
 def plan_devices(plan: ExecutionPlan) -> frozenset[DeviceId]:
     """All devices of a plan."""
     distinct = {id(p.devices): p.devices for p in plan.plan.placements.values()}.values()

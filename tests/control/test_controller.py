@@ -9,7 +9,7 @@ from nereus_jax.control.controller import Controller
 from nereus_jax.control.decisions import decision_digest
 from nereus_jax.control.monitor import POOL, Prior
 from nereus_jax.control.policies import parse_policy
-from nereus_jax.control.state import ControllerState, initial_state, plan_devices
+from nereus_jax.control.state import ControllerState, initial_state, plan_devices, resumed
 from nereus_jax.core.devices import DeviceId, DevicePool
 from nereus_jax.core.errors import ConfigError
 from nereus_jax.core.events import (
@@ -218,7 +218,7 @@ def test_without_a_whole_copy_the_last_checkpoint_is_what_is_left():
     run.steps(*[150.0] * 3)
     decision = run.tell(DevicesLost(time_s=run.time_s, devices=devices(0, 4)))
     assert isinstance(decision, Transition) and decision.by_checkpoint
-    assert "not executable: no copy is whole" in record_of(decision)["reason"]
+    assert "restart: not executable: no copy is whole" in record_of(decision)["reason"]
     assert record_of(decision)["candidates"][0]["by_checkpoint"]
 
 
@@ -425,6 +425,33 @@ def test_a_state_from_json_goes_on_as_if_nothing_had_been(cut):
         decision_digest(d) for d in whole.decisions
     ]
     assert json.dumps(halves.state.to_json()) == json.dumps(whole.state.to_json())
+
+
+def test_a_resumed_run_knows_what_it_knew_and_forgets_what_was_under_way():
+    run = Run()
+    run.steps(*[40.0] * 10)
+    while run.state.pending is None:
+        run.steps(90.0, carry_out=False)
+    fewer = pool(4)
+    state = resumed(run.state, toy_plan(fewer.devices, 2), fewer)
+    assert state.pending is None and not state.leaving and state.facts is None
+    assert state.lengths == run.state.lengths and state.signals == run.state.signals
+    run.state = state
+    assert run.steps(*[90.0] * 5) == [Keep()] * 5
+
+
+def test_what_failed_once_may_be_started_anew_from_a_checkpoint():
+    """Both ways away from the lost device have failed: the job is not given up for that."""
+    run = Run("dp_only", tp=4)
+    run.steps(*[150.0] * 3)
+    first = run.tell(DevicesLost(time_s=run.time_s, devices=devices(7)), carry_out=False)
+    assert isinstance(first, Transition) and not first.by_checkpoint
+    again = run.tell(
+        TransitionEnded(time_s=run.time_s, plan=run.state.plan, seconds=1.0, error="broke off"),
+        carry_out=False,
+    )
+    assert isinstance(again, Transition) and again.by_checkpoint and again.target == first.target
+    assert "it failed before" in record_of(again)["reason"]
 
 
 def test_a_state_of_another_format_is_refused():
