@@ -103,6 +103,7 @@ def enumerate_candidates(
     num_devices: int,
     *,
     tp_across_nodes: bool = False,
+    degrees: tuple[int, int] | None = None,
 ) -> Candidates:
     """Every way to run a model-stage on at most so many devices.
 
@@ -123,6 +124,7 @@ def enumerate_candidates(
       hardware: says how many devices share a node.
       num_devices: most devices of a candidate.
       tp_across_nodes: allow tensor parallelism over the slow links.
+      degrees: the only (pp, tp), wherever their ranks lie; None: all that are possible.
     """
     stage = model_stage.stage
     rows = min(workload.minibatch_size, workload.rows) if stage is Stage.TRAIN else workload.rows
@@ -130,12 +132,14 @@ def enumerate_candidates(
     widths = tuple(cells.widths)
     layouts: list[tuple[int, int, int]] = []
     cuts: list[Ints] = []
-    for tp in _tensor_degrees(model, hardware, num_devices, tp_across_nodes):
-        for pp in _pipeline_degrees(model.num_layers, num_devices // tp):
+    tps = _tensor_degrees(model, hardware, num_devices, tp_across_nodes)
+    for tp in tps if degrees is None else degrees[1:]:
+        pps = _pipeline_degrees(model.num_layers, num_devices // tp)
+        for pp in pps if degrees is None else degrees[:1]:
             for dp in _data_degrees(rows, widths, tp * pp, stage):
                 layouts.append((dp, pp, tp))
                 cuts.append(_cuts(-(-rows // dp), pp, stage))
-    repeats = [len(c) for c in cuts]
+    repeats = np.array([len(c) for c in cuts], np.int64)
     dp, pp, tp = np.array(layouts, np.int64).reshape(-1, 3).repeat(repeats, axis=0).T
     size, flush, flushes = np.concatenate([np.empty((0, 3), np.int64), *cuts]).T
     off = np.zeros(len(dp), np.bool_)

@@ -19,7 +19,12 @@ from nereus_jax.core.roles import ModelStage, Stage
 from nereus_jax.planning.frontier import Floats
 from nereus_jax.planning.search import Found, find_best, wave_seconds
 from nereus_jax.planning.search_alternatives import next_best
-from nereus_jax.planning.search_problem import PlanProblem, PricedStage, Pricer
+from nereus_jax.planning.search_problem import (
+    PlanProblem,
+    PricedStage,
+    Pricer,
+    stage_candidates,
+)
 from nereus_jax.planning.search_shortage import Shortage, find_shortage
 from nereus_jax.planning.search_waves import Pick, Wave
 
@@ -139,14 +144,16 @@ class PlanSearch:
 
     Attributes:
       plans: best first; empty where nothing fits.
-      shortage: why nothing fits; None where something does.
+      shortage: why nothing fits; None where something does, or nobody asked.
     """
 
     plans: tuple[PlannedStep, ...]
     shortage: Shortage | None = None
 
 
-def find_plans(problem: PlanProblem, top: int = 5, apart: float = 0.0) -> PlanSearch:
+def find_plans(
+    problem: PlanProblem, top: int = 5, apart: float = 0.0, *, explain: bool = True
+) -> PlanSearch:
     """The best plans of a job.
 
     Tensor parallelism stays inside a node, unless nothing fits that way.
@@ -155,9 +162,13 @@ def find_plans(problem: PlanProblem, top: int = 5, apart: float = 0.0) -> PlanSe
       problem: the job.
       top: how many plans at most; the first is the optimum, the others change one thing in it.
       apart: least relative difference of the seconds of two of the others.
+      explain: where nothing fits, find out why; that takes longer than the search.
     """
     for across in (False, True) if not problem.tp_across_nodes else (True,):
-        pricer = Pricer(dataclasses.replace(problem, tp_across_nodes=across))
+        wanted = dataclasses.replace(problem, tp_across_nodes=across)
+        if not all(len(stage_candidates(wanted, stage)) for stage in problem.degrees):
+            continue
+        pricer = Pricer(wanted)
         priced = [[pricer.price(stage) for stage in wave] for wave in problem.waves()]
         limit = problem.limit_bytes
         waves = [
@@ -174,7 +185,7 @@ def find_plans(problem: PlanProblem, top: int = 5, apart: float = 0.0) -> PlanSe
             others = next_best(waves, best, limit, top - 1, apart) if top > 1 else ()
             plans = tuple(_planned(problem, priced, found) for found in (best, *others))
             return PlanSearch(plans=plans)
-    return PlanSearch(plans=(), shortage=find_shortage(problem))
+    return PlanSearch(plans=(), shortage=find_shortage(problem) if explain else None)
 
 
 def _planned(

@@ -44,6 +44,7 @@ class PlanProblem:
       compute_dtype: of activations, and of the weights of GENERATE and SCORE.
       park: idle model-stages may wait in the host's memory.
       tp_across_nodes: tensor parallelism may use the slow links.
+      degrees: (pp, tp) that a model-stage is to have; of the others all that are possible.
     """
 
     workflow: Workflow
@@ -57,6 +58,9 @@ class PlanProblem:
     compute_dtype: str = "bfloat16"
     park: bool = True
     tp_across_nodes: bool = False
+    degrees: Mapping[ModelStage, tuple[int, int]] = dataclasses.field(
+        default_factory=dict[ModelStage, tuple[int, int]]
+    )
 
     def __post_init__(self) -> None:
         if self.num_devices < 1:
@@ -122,7 +126,13 @@ def stage_candidates(problem: PlanProblem, stage: ModelStage) -> Candidates:
     """
     p, model = problem, problem.models[stage.role]
     every = enumerate_candidates(
-        model, stage, p.workload, p.hardware, p.num_devices, tp_across_nodes=p.tp_across_nodes
+        model,
+        stage,
+        p.workload,
+        p.hardware,
+        p.num_devices,
+        tp_across_nodes=p.tp_across_nodes,
+        degrees=p.degrees.get(stage),
     )
     return every.take(every.zero1 | (every.dp == 1)) if stage.stage is Stage.TRAIN else every
 
@@ -220,7 +230,7 @@ class Pricer:
         p = self._problem
         model, head = p.models[stage.role], p.head(stage)
         # Rewards come from the last token alone, which changes neither seconds nor bytes by much.
-        key = stage.stage, id(model), head
+        key = stage.stage, id(model), head, p.degrees.get(stage)
         if key not in self._priced:
             self._priced[key] = self._price(stage, model, head)
         candidates, cost, memory = self._priced[key]
@@ -240,7 +250,7 @@ class Pricer:
         self, stage: ModelStage, model: DecoderConfig, head: Head
     ) -> tuple[Candidates, StageCost, StageMemory]:
         p = self._problem
-        key = stage.stage, id(model)
+        key = stage.stage, id(model), p.degrees.get(stage)
         if key not in self._shared:
             candidates = stage_candidates(p, stage)
             self._shared[key] = candidates, layer_passes(p, stage, candidates)

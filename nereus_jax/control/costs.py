@@ -1,0 +1,148 @@
+"""What a controller asks of a cost model: plans, the price of a plan, the price of a change.
+
+`CostFunction` is what an embedder implements; `PlannerCosts` is the one that this project's planner
+is behind. All methods are pure: the same arguments give the same answer in every process.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from nereus_jax.core.devices import DeviceId, DevicePool
+from nereus_jax.core.execution_plan import ExecutionPlan
+from nereus_jax.core.roles import ModelStage, Stage
+from nereus_jax.core.transition import LinkBytes
+from nereus_jax.planning.calibration import Efficiencies, OperationClass
+from nereus_jax.planning.plan_price import PlanPrice
+from nereus_jax.planning.workload import Workload
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Beliefs:
+    """What was learned from the run so far.
+
+    Attributes:
+      efficiencies: what is reached of the hardware's peaks.
+      corrections: by stage, what modelled temporaries are multiplied with after peaks were
+        measured.
+      transition_ratio: measured over modelled seconds of transitions.
+    """
+
+    efficiencies: Efficiencies = dataclasses.field(default_factory=Efficiencies.prior)
+    corrections: Mapping[Stage, float] = dataclasses.field(default_factory=dict[Stage, float])
+    transition_ratio: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A plan that could be moved to.
+
+    Attributes:
+      plan: the plan.
+      price: what it costs.
+      origin: how it was found.
+    """
+
+    plan: ExecutionPlan
+    price: PlanPrice
+    origin: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """What a search found.
+
+    Attributes:
+      plans: that fit, the fastest first.
+      shortage: why there is none; empty where there is one.
+    """
+
+    plans: Sequence[Candidate]
+    shortage: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransitionEstimate:
+    """What it would cost to get to a plan.
+
+    Attributes:
+      executable: whether there is a way that every device has the memory for at every moment.
+      reason: why there is none; empty where there is one.
+      seconds: L_tran: how long the job stands still, all parts.
+      parts_s: what `seconds` is made of: move, setup, compile, and others.
+      link_bytes: by kind of link.
+      device_bytes: the most that units take on a device meanwhile.
+    """
+
+    executable: bool
+    reason: str = ""
+    seconds: float = 0.0
+    parts_s: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    link_bytes: LinkBytes = dataclasses.field(default_factory=LinkBytes)
+    device_bytes: Mapping[DeviceId, int] = dataclasses.field(default_factory=dict[DeviceId, int])
+
+
+class CostFunction(Protocol):
+    """Prices of plans and of the ways between them."""
+
+    def candidates(
+        self,
+        workload: Workload,
+        pool: DevicePool,
+        beliefs: Beliefs,
+        *,
+        current: ExecutionPlan,
+        count: int,
+        same_degrees: bool = False,
+    ) -> Candidates:
+        """Plans on devices of a pool that fit, the fastest first.
+
+        Args:
+          workload: of the steps to come; `max_response_tokens` is what memory must suffice for.
+          pool: the devices that may be used.
+          beliefs: what was learned.
+          current: the plan that runs; candidates that are near it are cheap to get to.
+          count: how many are wanted.
+          same_degrees: every model-stage keeps its pp and tp; only dp and devices change.
+        """
+        ...
+
+    def price(
+        self, plan: ExecutionPlan, workload: Workload, pool: DevicePool, beliefs: Beliefs
+    ) -> PlanPrice:
+        """The price of a plan exactly as it is."""
+        ...
+
+    def peak_bytes(
+        self, plan: ExecutionPlan, workload: Workload, pool: DevicePool, beliefs: Beliefs
+    ) -> float:
+        """Of the fullest device, as `price` has it; never falls with `max_response_tokens`."""
+        ...
+
+    def stage_seconds(
+        self, plan: ExecutionPlan, model_stage: ModelStage, workload: Workload, beliefs: Beliefs
+    ) -> Mapping[OperationClass, float]:
+        """Of all calls of one model-stage in a step, by class, as `price` has it."""
+        ...
+
+    def transition(
+        self,
+        source: ExecutionPlan,
+        target: ExecutionPlan,
+        beliefs: Beliefs,
+        *,
+        lost: frozenset[DeviceId] = frozenset(),
+        hidden_s: float = 0.0,
+        by_checkpoint: bool = False,
+    ) -> TransitionEstimate:
+        """What it would cost to get from one plan to another.
+
+        Args:
+          source: the plan that holds.
+          target: the plan wanted.
+          beliefs: what was learned.
+          lost: devices that are gone.
+          hidden_s: for how long the job goes on while programs are compiled for the target.
+          by_checkpoint: state is written to a checkpoint, and read from it.
+        """
+        ...

@@ -1,0 +1,163 @@
+# pyright: reportUnknownMemberType=false
+# (some of numpy's overloads have unknown parts)
+"""What a finished step teaches: efficiencies of operation classes, and memory.
+
+Pricing a model-stage takes more time than all else that happens at a step, so only those are priced
+that are due: all in the first steps of a plan, else one a step, in turn, and any whose seconds per
+token are off. A surprise is a step whose seconds are off by `SURPRISE`, both per token in
+comparison with those before and against the model.
+
+One surprise teaches nothing: it is a step that was odd. When the same model-stage surprises twice
+on end, efficiencies have changed, and the change is learned at once: a filter that has learned for
+long would hardly move. The change is dealt to the classes by their shares of the seconds, not by
+what was unknown of them: that a class was never quite told from another is no reason to think that
+it is the one that changed.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from nereus_jax.core.events import StepRecord
+from nereus_jax.core.roles import ModelStage, Stage
+from nereus_jax.planning.calibration import CLASSES, NOISE, Efficiencies, OperationClass, observe
+
+YOUNG_STEPS = 4
+"""Steps of a plan in which every model-stage teaches."""
+SURPRISE = 0.20
+"""Change of the logarithm of a model-stage's seconds per token that is looked into."""
+RATE_WEIGHT = 0.2
+"""Of the newest step in the average that a surprise is measured against."""
+CHANGE = 0.7
+"""Standard deviation of the logarithm of an efficiency that has changed: by two is usual."""
+GENERATE_NOISE = 0.1
+"""Relative deviation of a rollout's time, whose end is one draw of the longest response."""
+
+Seconds = Callable[[ModelStage, Efficiencies], Mapping[OperationClass, float]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageHistory:
+    """What the last steps of a model-stage were like, under one plan.
+
+    Attributes:
+      steps: that counted.
+      rate: average of the logarithm of seconds per token.
+      surprises: 1 where the last step was one.
+    """
+
+    steps: int = 0
+    rate: float = 0.0
+    surprises: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Learned:
+    """What is known after a step.
+
+    Attributes:
+      efficiencies: of operation classes.
+      history: of each model-stage.
+      changed: efficiencies that were seen to change in this step, after over before.
+    """
+
+    efficiencies: Efficiencies
+    history: Mapping[ModelStage, StageHistory]
+    changed: Mapping[OperationClass, float] = dataclasses.field(
+        default_factory=dict[OperationClass, float]
+    )
+
+
+def learn(before: Learned, record: StepRecord, seconds: Seconds) -> Learned:
+    """Learns from a step's seconds; those of programs that just were compiled do not count.
+
+    Args:
+      before: what was known.
+      record: of the step.
+      seconds: of a model-stage in this step by class, as these efficiencies predict it.
+    """
+    efficiencies, history = before.efficiencies, dict(before.history)
+    changed: dict[OperationClass, float] = {}
+    timed = sorted(s for s in record.stage_s if s not in record.first_after_compile)
+    for number, stage in enumerate(timed):
+        took_s = record.stage_s[stage]
+        if not 0.0 < took_s < math.inf:
+            continue
+        known = history.get(stage, StageHistory())
+        prompt_tokens = 0.0 if stage.stage is Stage.GENERATE else record.prompts.mean
+        rate = math.log(took_s / (prompt_tokens + record.responses.mean))
+        odd = known.steps > 1 and abs(rate - known.rate) > SURPRISE
+        due = known.steps < YOUNG_STEPS or record.step % len(timed) == number
+        modelled: Mapping[OperationClass, float] = {}
+        if due or odd:
+            modelled = seconds(stage, efficiencies)
+        if sum(modelled.values()) <= 0:
+            history[stage] = _after(known, rate)
+            continue
+        noise = GENERATE_NOISE if stage.stage is Stage.GENERATE else NOISE
+        surprise = odd and abs(math.log(took_s / sum(modelled.values()))) > SURPRISE
+        if surprise and not known.surprises:
+            history[stage] = dataclasses.replace(known, surprises=1)
+        elif surprise:
+            old = efficiencies
+            efficiencies = after_change(old, modelled, took_s, noise=noise)
+            changed |= {c: changed.get(c, 1.0) * efficiencies[c] / old[c] for c in modelled}
+            history[stage] = _after(StageHistory(), rate)
+        else:
+            efficiencies = observe(efficiencies, modelled, took_s, noise=noise)
+            history[stage] = _after(known, rate)
+    return Learned(efficiencies=efficiencies, history=history, changed=changed)
+
+
+def _after(known: StageHistory, rate: float) -> StageHistory:
+    """With one more step that was no surprise."""
+    weight = max(RATE_WEIGHT, 1.0 / (known.steps + 1))
+    return StageHistory(
+        steps=known.steps + 1, rate=(1.0 - weight) * known.rate + weight * rate, surprises=0
+    )
+
+
+def after_change(
+    efficiencies: Efficiencies,
+    seconds: Mapping[OperationClass, float],
+    measured_s: float,
+    *,
+    noise: float = NOISE,
+) -> Efficiencies:
+    """What is known after a change of efficiencies that one measurement shows.
+
+    The change is a normal variable of its own, with variance `CHANGE`^2 times a class's share of
+    the seconds; what was unsure of the values before it stays unsure.
+
+    Args:
+      efficiencies: what was known before the change.
+      seconds: what those predict, by class.
+      measured_s: what it took.
+      noise: standard deviation of the logarithm of a measurement.
+    """
+    total = sum(seconds.values())
+    shares = np.array([seconds.get(c, 0.0) / total for c in CLASSES])
+    change = dataclasses.replace(efficiencies, covariance=CHANGE**2 * np.diag(shares))
+    after = observe(change, seconds, measured_s, noise=noise)
+    return dataclasses.replace(after, covariance=efficiencies.covariance + after.covariance)
+
+
+def corrected(
+    corrections: Mapping[Stage, float], stage: Stage, temporary_bytes: float, missed_bytes: float
+) -> Mapping[Stage, float]:
+    """Corrections of modelled temporaries after a measured peak.
+
+    A peak above the model counts in full, because the next step may need it; one below moves the
+    correction a tenth of the way: what was measured may not be the worst.
+
+    Args:
+      corrections: so far.
+      stage: what was at work on the fullest device.
+      temporary_bytes: of it, as modelled with the corrections so far.
+      missed_bytes: measured less modelled peak.
+    """
+    ratio = max((temporary_bytes + missed_bytes) / max(temporary_bytes, 1.0), 0.1)
+    factor = ratio if ratio > 1.0 else ratio**0.1
+    return {**corrections, stage: corrections.get(stage, 1.0) * factor}
