@@ -320,6 +320,20 @@ def _check_calibration(config: RunConfig) -> None:
     )
 
 
+def _check_control(config: RunConfig) -> None:
+    control = config.control
+    _require(
+        not control.pool_trace or bool(control.policy),
+        "control.pool_trace is given, but no control.policy that takes notice of it; set one, such "
+        "as control.policy=payback",
+    )
+    _require(
+        not (control.policy and config.plan_changes),
+        f"control.policy={control.policy!r} changes the plan by itself, and plan_changes names "
+        f"changes too; drop one of the two",
+    )
+
+
 def check_run(config: RunConfig) -> None:
     """Checks what no single field shows.
 
@@ -329,6 +343,7 @@ def check_run(config: RunConfig) -> None:
     for check in (_check_model, _check_data, _check_reward, _check_rollout, _check_algorithm):
         check(config)
     _check_calibration(config)
+    _check_control(config)
     _check_plan_changes(config)
     check_plan_files(config)
     _check_plan(config)

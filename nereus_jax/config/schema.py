@@ -366,6 +366,18 @@ class CalibrationConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ControlConfig:
+    """Whether the run looks for better plans by itself."""
+
+    policy: str = ""
+    """When it moves: static, dp_only, any_gain, every_k=STEPS or payback=GAMMA (a move must pay
+    back within GAMMA of the steps for which it is expected to be right). Empty: no controller."""
+    pool_trace: str = ""
+    """File of changes of the device pool by step: JSON lines with step, event (lost, joined,
+    revoke), devices, deadline_s. Empty: none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One run."""
 
@@ -402,6 +414,7 @@ class RunConfig:
     """Step -> entries that replace those of the plan before that step, or a plan file."""
     transition: TransitionConfig
     calibration: CalibrationConfig
+    control: ControlConfig
     checkpoint: CheckpointConfig
     eval: EvalConfig
     report: ReportConfig

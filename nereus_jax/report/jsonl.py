@@ -70,6 +70,22 @@ class JsonlWriter:
                 self._file.seek(start)
             raise _storage_error(self.path, error) from error
 
+    def replace_last(self, row: Row) -> None:
+        """Write a row in the place of the last one.
+
+        Raises:
+            StorageError: It could not be written; the file is as it was before.
+        """
+        rows = read_jsonl(self.path)
+        kept = b"".join(encode_row(x) for x in (*rows[:-1], row))
+        self._file.close()
+        try:
+            _replace_atomically(self.path, kept)
+        except OSError as error:
+            raise _storage_error(self.path, error) from error
+        finally:
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+
     def close(self) -> None:
         """Close the file; a second call does nothing."""
         self._file.close()

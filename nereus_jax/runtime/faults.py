@@ -32,6 +32,15 @@ def find_lost(world: World, arrays: Iterable[jax.Array], views: BlockViews) -> f
     )
 
 
+def take_away(world: World, arrays: Iterable[jax.Array], devices: Iterable[DeviceId]) -> None:
+    """Deletes what emulated devices of this process hold, as if they were gone."""
+    gone = {world.handles[d] for d in devices if world.is_local(d)}
+    for array in arrays:
+        for shard in array.addressable_shards:
+            if shard.device in gone:
+                shard.data.delete()
+
+
 def probe(world: World) -> frozenset[DeviceId]:
     """Devices of this process that no longer take a value and give it back."""
     lost: set[DeviceId] = set()

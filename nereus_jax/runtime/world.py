@@ -45,6 +45,10 @@ class World:
         """The world when these devices are gone; their handles stay for what is left of them."""
         return dataclasses.replace(self, pool=self.pool.without(lost))
 
+    def joined(self, new: Iterable[DeviceId]) -> "World":
+        """The world when devices are back that it had been formed with."""
+        return dataclasses.replace(self, pool=self.pool.joined(new))
+
     def is_local(self, device: DeviceId) -> bool:
         """Whether the device is this process's."""
         return self.handles[device].process_index == self.process_index

@@ -22,6 +22,7 @@ from nereus_jax.runtime import host
 from nereus_jax.runtime.checkpoint_files import CHECKPOINTS, check_directory, finished_steps
 from nereus_jax.runtime.faults import check_devices, watch
 from nereus_jax.runtime.world import World
+from nereus_jax.trainer.adaptation import make_adaptation
 from nereus_jax.trainer.calibration import make_calibration, step_facts
 from nereus_jax.trainer.compilation import compile_programs
 from nereus_jax.trainer.evaluation import evaluate
@@ -44,6 +45,7 @@ from nereus_jax.trainer.session import (
     writing,
 )
 from nereus_jax.trainer.state import Counters, JobState, missing_devices, refresh_edges
+from nereus_jax.trainer.steering import steer
 from nereus_jax.trainer.step import StepResult, run_step
 from nereus_jax.trainer.train_batch import TrainBatch
 
@@ -75,6 +77,9 @@ def train(config: RunConfig, inputs: Inputs, world: World, workdir: Path) -> Non
         session.calibration = calibration
         if told:
             session.outputs.message(told)
+        if config.control.policy:
+            assert schedule.hardware is not None
+            session.adaptation = make_adaptation(session.job, schedule.hardware)
         start_s = time.perf_counter()
         compile_programs(job, warmup=resumed_from is None)
         with host.together():
@@ -118,6 +123,9 @@ def _run_steps(session: Session, state: JobState, interrupted: threading.Event) 
                 f"{session.workdir}; the same command goes on from there"
             )
         try:
+            ending = steer(session, state)
+            if ending:
+                return f"the run ends before step {state.counters.step + 1}: {ending}"
             change_as_scheduled(session, state)
             _maybe_evaluate(session, state)
             _one_step(session, state)
@@ -182,6 +190,8 @@ def _one_step(session: Session, state: JobState) -> None:
         session.outputs.step(
             row, edge_spans + result.spans, sample_rows(job, result, counters.step)
         )
+    if session.adaptation is not None:
+        session.adaptation.step_finished(job, result, row)
     state.counters = _advance(job, counters, result, row["kl"])
     state.updating = False
     state.views.look(job.world, state.arrays())

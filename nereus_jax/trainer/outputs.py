@@ -12,6 +12,7 @@ from nereus_jax.config import RunConfig, config_to_json
 from nereus_jax.core.errors import ConfigError, StorageError
 from nereus_jax.core.execution_plan import ExecutionPlan
 from nereus_jax.core.timeline import Span
+from nereus_jax.report.decisions import DecisionsWriter
 from nereus_jax.report.jsonl import JsonlWriter, samples_writer
 from nereus_jax.report.metrics import MetricsWriter
 from nereus_jax.report.progress import ProgressReporter
@@ -86,6 +87,7 @@ class Outputs:
         self._metrics: MetricsWriter | None = None
         self._samples: JsonlWriter | None = None
         self._timeline: TimelineWriter | None = None
+        self._decisions: DecisionsWriter | None = None
         self._progress: ProgressReporter | None = None
         self._workdir = workdir
         if not enabled:
@@ -95,6 +97,8 @@ class Outputs:
         self._metrics = MetricsWriter(workdir, config.report.tensorboard, keep_through=keep_through)
         self._samples = samples_writer(workdir, keep_through=keep_through)
         self._timeline = TimelineWriter(workdir, keep_through=keep_through)
+        if config.control.policy:
+            self._decisions = DecisionsWriter(workdir, keep_through=keep_through)
         self._progress = ProgressReporter(config.num_steps)
 
     def start(self, step: int) -> None:
@@ -118,8 +122,17 @@ class Outputs:
         for sample in samples:
             self._samples.append(sample)
         self._metrics.append(row)
+        if self._decisions is not None:
+            self._decisions.step_measured(row["step"], row["step_s"])
         if self._progress is not None:
             self._progress.step(row)
+
+    def decision(self, record: Mapping[str, Any]) -> None:
+        """Writes what the controller decided, and why."""
+        if self._decisions is None:
+            return
+        self._decisions.append(record)
+        self.message(f"controller: {record['verdict']} ({record['trigger']}): {record['reason']}")
 
     def transition(
         self, row: Mapping[str, Any], spans: Iterable[Span], plan: ExecutionPlan
@@ -130,6 +143,8 @@ class Outputs:
         for span in spans:
             self._timeline.append(span)
         self._metrics.append(row)
+        if self._decisions is not None:
+            self._decisions.transition_measured(row["transition_s"])
         _write_json(self._workdir / "plan.json", plan.to_json())
         self.message(
             f"the plan has changed in {row['transition_s']:.2f} s "
@@ -155,7 +170,13 @@ class Outputs:
         Rows are flushed as they are written, so that a disk too full to close a file loses none:
         it must not hide the error that ends the run.
         """
-        for writer in (self._progress, self._metrics, self._samples, self._timeline):
+        for writer in (
+            self._progress,
+            self._metrics,
+            self._samples,
+            self._timeline,
+            self._decisions,
+        ):
             if writer is not None:
                 with contextlib.suppress(OSError):
                     writer.close()

@@ -22,6 +22,7 @@ class PlanSchedule:
       queue: compiles in the background.
       prepared: the change that comes next.
       prepared_step: its step.
+      waits: whether it waits for its programs while steps go on.
     """
 
     jobs: dict[int, Job]
@@ -29,6 +30,7 @@ class PlanSchedule:
     queue: CompileQueue
     prepared: PlanChange | None = None
     prepared_step: int = 0
+    waits: bool = False
 
     def prepare_next(self, job: Job, step: int) -> tuple[str, ...]:
         """Plans the first change from `step` on and begins to compile for it.
@@ -49,11 +51,21 @@ class PlanSchedule:
                 del self.jobs[coming]
                 dropped.append(f"plan_changes.{coming} is dropped: {error}")
                 continue
-            self.prepared_step = coming
-            self.prepared.compile_in(self.queue)
-            compile_ahead(job, new, self.queue)
+            self.take(self.prepared, coming, waits=job.config.transition.switch == "when_ready")
             break
         return tuple(dropped)
+
+    def take(self, change: PlanChange, step: int, *, waits: bool) -> None:
+        """Takes up a change, and begins to compile for it.
+
+        Args:
+          change: comes next.
+          step: before which it comes.
+          waits: for its programs, while steps go on.
+        """
+        self.prepared, self.prepared_step, self.waits = change, step, waits
+        change.compile_in(self.queue)
+        compile_ahead(change.old, change.new, self.queue)
 
     def drop(self, lost: frozenset[DeviceId]) -> tuple[int, ...]:
         """Forgets the plans that need devices which are gone, and these devices; their steps."""
@@ -108,7 +120,7 @@ def make_schedule(job: Job, jobs: dict[int, Job]) -> PlanSchedule:
     Raises:
       InfeasiblePlanError: a plan cannot be reached; the message names step and reason.
     """
-    hardware = live_hardware(job) if jobs else None
+    hardware = live_hardware(job) if jobs or job.config.control.policy else None
     before = job
     for step in sorted(jobs):
         assert hardware is not None

@@ -8,6 +8,7 @@ step had begun, the whole job goes back to the last checkpoint.
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from nereus_jax.config.plan_entry import PlanEntry, largest_layout
 from nereus_jax.core.devices import DeviceId, DevicePool
@@ -18,6 +19,8 @@ from nereus_jax.core.errors import (
     LostStateError,
     WorldError,
 )
+from nereus_jax.core.events import DevicesLost, Halt, Transition
+from nereus_jax.core.execution_plan import ExecutionPlan
 from nereus_jax.core.layout import ParallelLayout
 from nereus_jax.core.plan import Placement, Plan
 from nereus_jax.core.roles import ModelStage
@@ -56,12 +59,18 @@ def change_as_scheduled(session: Session, state: JobState) -> None:
     change = schedule.due(state.counters.step)
     if change is None:
         return
-    waits = session.job.config.transition.switch == "when_ready"
-    if waits and host.agree_any(not change.is_ready()):
+    if schedule.waits and host.agree_any(not change.is_ready()):
         return  # the old plan goes on; the next boundary asks again
     check_devices(session.job.world, state.arrays(), state.views)
-    _change(session, state, change)
+    row = _change(session, state, change)
+    _tell(session, change, row)
     prepare_next(session, schedule.prepared_step + 1)
+
+
+def _tell(session: Session, change: PlanChange, row: Mapping[str, Any] | None) -> None:
+    """Tells the controller what became of a change."""
+    if session.adaptation is not None:
+        session.adaptation.transition_ended(session.job.execution, change.new.execution, row)
 
 
 def prepare_next(session: Session, step: int) -> None:
@@ -70,8 +79,11 @@ def prepare_next(session: Session, step: int) -> None:
         session.outputs.message(line)
 
 
-def _change(session: Session, state: JobState, change: PlanChange) -> None:
+def _change(session: Session, state: JobState, change: PlanChange) -> Mapping[str, Any] | None:
     """Carries out a change, again and again from what a stopped one left.
+
+    Returns:
+      Its row of metrics; None: it was undone, or given up.
 
     Raises:
       WorldError: it stopped, and there are other processes.
@@ -89,9 +101,9 @@ def _change(session: Session, state: JobState, change: PlanChange) -> None:
         except DigestError as error:
             if state.trained:
                 session.outputs.message(f"the change of plan was undone: {error}")
-                return
+                return None
             _go_back(session, state, change.new if change.graph.lost else change.old, error)
-            return
+            return None
         except TransitionStopped as error:
             if change.old.world.num_processes > 1:  # others may wait for this one in a collective
                 raise WorldError(
@@ -102,18 +114,19 @@ def _change(session: Session, state: JobState, change: PlanChange) -> None:
             if state.trained:
                 session.outputs.message(f"the old plan goes on: {error}")
                 check_devices(session.job.world, state.arrays(), state.views)
-                return
+                return None
             rest = _again(session, state, change, error, numbers)
             if rest is None:
-                return
+                return None
             change = rest
             continue
         _commit(session, state, change, changed)
-        return
+        return changed.row
     session.outputs.message(
         f"the change of plan stopped {MAX_ATTEMPTS} times and is given up; the job goes on where "
         f"its state is now"
     )
+    return None
 
 
 def _commit(session: Session, state: JobState, change: PlanChange, changed: Changed) -> None:
@@ -205,26 +218,49 @@ def _without(session: Session, state: JobState, error: DevicesLostError) -> None
     job = session.job
     lost = error.devices | missing_devices(job, state)
     world = job.world.without(lost)
-    plan = surviving_plan(job, world.pool)
     session.outputs.message(
         f"{error}; going on with {len(world.pool)} of {len(job.world.pool)} devices"
     )
-    execution = dataclasses.replace(job.execution, plan=plan)
+    execution = _plan_without(session, world.pool, lost)
     new = make_job(job.config, job.inputs, world, execution, job.programs).with_room(job.room)
     first_open = session.schedule.first_open(state.counters.step)
     for step in session.schedule.drop(lost):
         session.outputs.message(f"plan_changes.{step} is dropped: it needs devices that are lost")
     hardware = session.schedule.hardware or live_hardware(job)
+    row: Mapping[str, Any] | None = None
     try:
         if state.updating:
             raise LostStateError("an update of the step had begun")
         if not state.trained:
             raise LostStateError("a transition had given up the old state")
         change = plan_change(job, new, hardware, lost=lost)
-        _change(session, state, change)
+        row = _change(session, state, change)
     except (LostStateError, InfeasiblePlanError) as reason:
         _go_back(session, state, new, reason)
+    if session.adaptation is not None and execution != job.execution:
+        session.adaptation.transition_ended(session.job.execution, execution, row)
     prepare_next(session, min(first_open, state.counters.step))
+
+
+def _plan_without(session: Session, pool: DevicePool, lost: frozenset[DeviceId]) -> ExecutionPlan:
+    """The plan for the devices that are left: the controller's, where there is one.
+
+    Raises:
+      InfeasiblePlanError: no device is left.
+      DevicesLostError: the controller has no plan for those that are.
+    """
+    job, adaptation = session.job, session.adaptation
+    if adaptation is None:
+        return dataclasses.replace(job.execution, plan=surviving_plan(job, pool))
+    gone = tuple(sorted(lost & set(job.world.pool.devices)))
+    adaptation.tell(DevicesLost(time_s=adaptation.time_s, devices=gone))
+    decision, records = adaptation.decide()
+    with writing(session):
+        for record in records:
+            session.outputs.decision(record)
+    if isinstance(decision, Halt):
+        raise DevicesLostError(decision.reason)
+    return decision.target if isinstance(decision, Transition) else job.execution
 
 
 def surviving_plan(job: Job, pool: DevicePool) -> Plan:

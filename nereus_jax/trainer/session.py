@@ -16,6 +16,7 @@ from nereus_jax.runtime.checkpoints import CheckpointStore
 from nereus_jax.runtime.emu import ElasticModelUnit, group_site, units_of
 from nereus_jax.runtime.engines.train import TrainState
 from nereus_jax.runtime.transitions import Batch
+from nereus_jax.trainer.adaptation import Adaptation
 from nereus_jax.trainer.calibration import Calibration
 from nereus_jax.trainer.job import Job
 from nereus_jax.trainer.outputs import Outputs
@@ -56,6 +57,7 @@ class Session:
     evaluated_step: int = -1
     observe: Callable[[Batch], None] | None = None
     calibration: Calibration | None = None
+    adaptation: Adaptation | None = None
 
 
 @contextmanager
@@ -161,6 +163,8 @@ def resume_state(session: Session, step: int) -> JobState:
     """The state of a checkpoint, on this run's plan."""
     job, store = session.job, session.store
     meta = store.read_meta(step)
+    if session.adaptation is not None:
+        session.adaptation.resume(meta.get("controller"), job, step)
     counters = _restored_counters(job.config, meta)
     abstract = {
         stage.role.value: TrainState(engine.site.abstract(engine.spec), engine.abstract_opt_state())
@@ -221,6 +225,7 @@ def save(session: Session, state: JobState) -> None:
         meta = {
             "counters": state.counters.to_json(),
             "room": session.job.room,
+            "controller": session.adaptation.to_json() if session.adaptation is not None else None,
             "plan": session.job.execution.to_json(),
             "data": _data_identity(session.job),
         }
