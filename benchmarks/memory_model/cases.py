@@ -13,6 +13,7 @@ from nereus_jax.core.layout import ParallelLayout
 from nereus_jax.core.presets import PRESETS
 from nereus_jax.core.roles import ModelStage, Stage
 from nereus_jax.planning.candidates import Candidates
+from nereus_jax.planning.memory_terms import EngineOptions
 from nereus_jax.planning.workload import LengthHistogram, Workload
 from nereus_jax.trainer.verify_plan import ProgramChoice
 
@@ -93,6 +94,28 @@ def _small(rng: random.Random, stage: str) -> Program:
         program["rows"] *= 2
         program["microbatch_size"] = max(program["rows"] // dp // rng.choice((1, 1, 2, 4)), pp)
     return program
+
+
+def option_programs(seed: int, each: int) -> list[Program]:
+    """Programs of engines that are set otherwise: paged caches, no loop over layers, wide rows.
+
+    Nothing was fitted to such programs.
+    """
+    rng = random.Random(seed)
+    programs: list[Program] = []
+    for _ in range(each):
+        paged = _small(rng, "actor-GENERATE")
+        longest, slots = paged["prompt"] + paged["response"], paged["microbatch_size"]
+        pages = max(-(-longest // 16), int(slots * longest * rng.uniform(0.2, 0.6)) // 16)
+        programs.append(paged | {"kv_cache_tokens": 16 * pages, "kv_page_tokens": 16})
+        programs.append(_small(rng, "actor-GENERATE") | {"unrolled": True})
+        programs.append(_small(rng, "actor-TRAIN") | {"unrolled": True})
+        for stage in ("actor-TRAIN", "actor-SCORE"):
+            wide = _small(rng, stage)
+            while wide["microbatch_size"] == 1:
+                wide = _small(rng, stage)
+            programs.append(wide | {"wide": True})
+    return programs
 
 
 def _large(
@@ -177,7 +200,14 @@ def choice_of(program: Program) -> ProgramChoice:
         zero1=program.get("zero1", False),
         param_dtype=program["param_dtype"],
         compute_dtype=program["compute_dtype"],
-        token_chunk=program["token_chunk"],
+        options=EngineOptions(
+            token_chunk=program["token_chunk"],
+            kv_cache_tokens=program.get("kv_cache_tokens", 0),
+            kv_page_tokens=program.get("kv_page_tokens", 32),
+            unrolled_generate=program.get("unrolled", False),
+            unrolled_train=program.get("unrolled", False),
+        ),
+        wide=program.get("wide", False),
     )
 
 
