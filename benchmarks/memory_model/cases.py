@@ -139,6 +139,7 @@ def _large(
 
 SHORT = {"prompt": 256, "response": 768}
 
+MEDIUM = {"prompt": 512, "response": 1024}
 BRIEF = {"prompt": 128, "response": 384}
 
 H100_FIT: tuple[Program, ...] = (
@@ -162,6 +163,13 @@ H100_FIT: tuple[Program, ...] = (
     _large("critic-SCORE", (1, 2, 2), 8, 1),
     _large("critic-SCORE", (1, 4, 1), 16, 2, **SHORT),
     _large("reward-SCORE", (1, 1, 4), 8, 4),
+    _large("actor-SCORE", (1, 1, 1), 8, 8, **MEDIUM),
+    _large("actor-SCORE", (1, 1, 1), 64, 64, **MEDIUM),
+    _large("actor-SCORE", (1, 1, 1), 16, 16),
+    _large("actor-SCORE", (1, 1, 2), 48, 48, prompt=128, response=256),
+    _large("reference-SCORE", (1, 1, 1), 32, 32, **BRIEF),
+    _large("critic-SCORE", (1, 1, 2), 32, 32),
+    _large("critic-SCORE", (1, 1, 4), 64, 64, **SHORT),
     _large("actor-GENERATE", (1, 1, 2), 16, 16),
     _large("actor-GENERATE", (1, 1, 8), 64, 64, **SHORT),
     _large("actor-GENERATE", (1, 2, 2), 32, 16),

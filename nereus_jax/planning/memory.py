@@ -216,7 +216,8 @@ def _score_bytes(terms: Terms, coefficients: Coefficients, role: Role) -> dict[s
     mlp = c.mlp * terms.mlp + c.mlp_streams * terms.stream
     layer = np.maximum(attention, mlp) + c.streams * terms.stream
     layer = layer + c.layer_weights * terms.layer_weight_bytes
-    hidden = c.hidden * terms.stream * terms.candidates.microbatches
+    hidden = np.where(terms.piped, c.piped_hidden, c.hidden) * terms.stream
+    hidden = hidden * terms.candidates.microbatches
     copies = c.logits + np.where(terms.chunked, 0.0, c.whole_logits)
     logits = hidden + copies * terms.logits + c.head_weight * terms.head_weight
     scalar = role in (Role.CRITIC, Role.REWARD)
