@@ -1,6 +1,7 @@
 """The memory model: its terms by hand, how they grow, and how measured peaks correct it."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -144,7 +145,7 @@ def test_tp_above_the_key_heads_shares_their_cache():
     assert two == four == memory(ACTOR_GENERATE, cut=candidate(microbatch_size=16)).kv_cache[0] / 2
 
 
-def with_options(**changes: int) -> MemoryModel:
+def with_options(**changes: Any) -> MemoryModel:
     return dataclasses.replace(CPU, options=EngineOptions(**changes))
 
 
