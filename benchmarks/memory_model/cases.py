@@ -13,6 +13,7 @@ from nereus_jax.core.layout import ParallelLayout
 from nereus_jax.core.presets import PRESETS
 from nereus_jax.core.roles import ModelStage, Stage
 from nereus_jax.planning.candidates import Candidates
+from nereus_jax.planning.memory_terms import EngineOptions
 from nereus_jax.planning.workload import LengthHistogram, Workload
 from nereus_jax.trainer.verify_plan import ProgramChoice
 
@@ -95,6 +96,28 @@ def _small(rng: random.Random, stage: str) -> Program:
     return program
 
 
+def option_programs(seed: int, each: int) -> list[Program]:
+    """Programs of engines that are set otherwise: paged caches, no loop over layers, wide rows.
+
+    Nothing was fitted to such programs.
+    """
+    rng = random.Random(seed)
+    programs: list[Program] = []
+    for _ in range(each):
+        paged = _small(rng, "actor-GENERATE")
+        longest, slots = paged["prompt"] + paged["response"], paged["microbatch_size"]
+        pages = max(-(-longest // 16), int(slots * longest * rng.uniform(0.2, 0.6)) // 16)
+        programs.append(paged | {"kv_cache_tokens": 16 * pages, "kv_page_tokens": 16})
+        programs.append(_small(rng, "actor-GENERATE") | {"unrolled": True})
+        programs.append(_small(rng, "actor-TRAIN") | {"unrolled": True})
+        for stage in ("actor-TRAIN", "actor-SCORE"):
+            wide = _small(rng, stage)
+            while wide["microbatch_size"] == 1:
+                wide = _small(rng, stage)
+            programs.append(wide | {"wide": True})
+    return programs
+
+
 def _large(
     stage: str, layout: tuple[int, int, int], rows: int, size: int, **changes: Any
 ) -> Program:
@@ -116,6 +139,7 @@ def _large(
 
 SHORT = {"prompt": 256, "response": 768}
 
+MEDIUM = {"prompt": 512, "response": 1024}
 BRIEF = {"prompt": 128, "response": 384}
 
 H100_FIT: tuple[Program, ...] = (
@@ -139,6 +163,13 @@ H100_FIT: tuple[Program, ...] = (
     _large("critic-SCORE", (1, 2, 2), 8, 1),
     _large("critic-SCORE", (1, 4, 1), 16, 2, **SHORT),
     _large("reward-SCORE", (1, 1, 4), 8, 4),
+    _large("actor-SCORE", (1, 1, 1), 8, 8, **MEDIUM),
+    _large("actor-SCORE", (1, 1, 1), 64, 64, **MEDIUM),
+    _large("actor-SCORE", (1, 1, 1), 16, 16),
+    _large("actor-SCORE", (1, 1, 2), 48, 48, prompt=128, response=256),
+    _large("reference-SCORE", (1, 1, 1), 32, 32, **BRIEF),
+    _large("critic-SCORE", (1, 1, 2), 32, 32),
+    _large("critic-SCORE", (1, 1, 4), 64, 64, **SHORT),
     _large("actor-GENERATE", (1, 1, 2), 16, 16),
     _large("actor-GENERATE", (1, 1, 8), 64, 64, **SHORT),
     _large("actor-GENERATE", (1, 2, 2), 32, 16),
@@ -177,7 +208,14 @@ def choice_of(program: Program) -> ProgramChoice:
         zero1=program.get("zero1", False),
         param_dtype=program["param_dtype"],
         compute_dtype=program["compute_dtype"],
-        token_chunk=program["token_chunk"],
+        options=EngineOptions(
+            token_chunk=program["token_chunk"],
+            kv_cache_tokens=program.get("kv_cache_tokens", 0),
+            kv_page_tokens=program.get("kv_page_tokens", 32),
+            unrolled_generate=program.get("unrolled", False),
+            unrolled_train=program.get("unrolled", False),
+        ),
+        wide=program.get("wide", False),
     )
 
 

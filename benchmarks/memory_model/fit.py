@@ -28,7 +28,7 @@ PARTS = {Stage.TRAIN: "train", Stage.SCORE: "score", Stage.GENERATE: "generate"}
 def predict(program: dict[str, Any], coefficients: Coefficients) -> StageMemory:
     """The memory model's word on a program."""
     choice = choice_of(program)
-    return MemoryModel(coefficients=coefficients, token_chunk=choice.token_chunk).stage_memory(
+    return MemoryModel(coefficients=coefficients, options=choice.options).stage_memory(
         choice.model,
         choice.head,
         choice.model_stage,

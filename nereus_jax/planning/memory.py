@@ -19,15 +19,13 @@ from nereus_jax.planning.candidates import Candidates
 from nereus_jax.planning.memory_coefficients import COEFFICIENTS, Coefficients
 from nereus_jax.planning.memory_decode import decode_bytes
 from nereus_jax.planning.memory_state import Floats, state_bytes
-from nereus_jax.planning.memory_terms import Terms
+from nereus_jax.planning.memory_terms import EngineOptions, Terms
 from nereus_jax.planning.transfers import MAX_INFLIGHT_BYTES
 from nereus_jax.planning.workload import Workload
 
 PLACED_ARRAYS = 3
 """Float32 arrays that an objective reads beside the tokens: weights, old log-probabilities or
 values, advantages or returns."""
-TOKEN_CHUNK = 1024
-"""Tokens whose logits exist at a time, as the configuration has it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,12 +93,12 @@ class MemoryModel:
     Attributes:
       coefficients: of the backend.
       corrections: by stage, what temporaries are multiplied with after peaks were measured.
-      token_chunk: tokens whose logits exist at a time.
+      options: of the engines.
     """
 
     coefficients: Coefficients = COEFFICIENTS["gpu"]
     corrections: Mapping[Stage, float] = dataclasses.field(default_factory=dict[Stage, float])
-    token_chunk: int = TOKEN_CHUNK
+    options: EngineOptions = dataclasses.field(default_factory=EngineOptions)
 
     @property
     def reserved_bytes(self) -> float:
@@ -138,7 +136,7 @@ class MemoryModel:
             candidates=candidates,
             param_dtype=dtype,
             compute_dtype=compute_dtype,
-            token_chunk=self.token_chunk,
+            options=self.options,
         )
         state = state_bytes(
             terms.spec,
@@ -193,6 +191,8 @@ def _train_bytes(terms: Terms, coefficients: Coefficients) -> dict[str, Floats]:
     more = np.where(candidates.accumulation > 1, c.accumulated, 0.0)
     more = more + np.where(terms.piped, c.piped, 0.0)
     layers, rest = terms.layers_bytes, terms.param_bytes - terms.layers_bytes
+    if terms.options.unrolled_train:
+        more = more + 2.0 * layers / terms.param_bytes
     gradients = c.gradients * layers + c.vocab_gradients * rest + more * terms.param_bytes
     recomputed = np.where(candidates.remat, c.recomputed * terms.kept_by_layer, 0.0)
     layer = recomputed + c.scores * terms.scores + c.streams * terms.stream
@@ -216,7 +216,8 @@ def _score_bytes(terms: Terms, coefficients: Coefficients, role: Role) -> dict[s
     mlp = c.mlp * terms.mlp + c.mlp_streams * terms.stream
     layer = np.maximum(attention, mlp) + c.streams * terms.stream
     layer = layer + c.layer_weights * terms.layer_weight_bytes
-    hidden = c.hidden * terms.stream * terms.candidates.microbatches
+    hidden = np.where(terms.piped, c.piped_hidden, c.hidden) * terms.stream
+    hidden = hidden * terms.candidates.microbatches
     copies = c.logits + np.where(terms.chunked, 0.0, c.whole_logits)
     logits = hidden + copies * terms.logits + c.head_weight * terms.head_weight
     scalar = role in (Role.CRITIC, Role.REWARD)

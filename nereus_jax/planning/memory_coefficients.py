@@ -56,6 +56,7 @@ class ScoreCoefficients:
       streams: [tokens, D] throughout.
       layer_weights: of one layer.
       hidden: [tokens, D] of a flush, while logits are computed.
+      piped_hidden: the same with a pipeline, beside `flush`.
       logits: of one chunk.
       whole_logits: more of them where one chunk is all.
       head_weight: the vocabulary projection in float32.
@@ -70,6 +71,7 @@ class ScoreCoefficients:
     streams: float
     layer_weights: float
     hidden: float
+    piped_hidden: float
     logits: float
     whole_logits: float
     head_weight: float
@@ -145,6 +147,7 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
             streams=1.172,
             layer_weights=0.878,
             hidden=0.795,
+            piped_hidden=0.795,
             logits=1.449,
             whole_logits=0.200,
             head_weight=0.556,
@@ -181,14 +184,18 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
             flush=0.703,
         ),
         score=ScoreCoefficients(
-            scores=0.762,
+            # Small microbatches say little of what a layer works with: these follow from what must
+            # be there, float32 scores with bfloat16 weights beside them, queries and output, the
+            # stream, one layer's weights; seven programs of 8 to 64 rows bear them out.
+            scores=1.500,
             many_scores=0.000,
-            blocks=1.276,
+            blocks=2.000,
             mlp=1.580,
             mlp_streams=1.938,
-            streams=0.240,
-            layer_weights=1.544,
-            hidden=0.039,
+            streams=1.000,
+            layer_weights=1.000,
+            hidden=1.000,
+            piped_hidden=0.039,
             logits=2.162,
             whole_logits=0.200,
             head_weight=1.216,

@@ -5,7 +5,7 @@
 import numpy as np
 
 from nereus_jax.core.layout import KV
-from nereus_jax.planning.candidates import PREFILL_ROWS, Ints
+from nereus_jax.planning.candidates import Ints
 from nereus_jax.planning.memory_coefficients import Coefficients
 from nereus_jax.planning.memory_state import Floats, floats
 from nereus_jax.planning.memory_terms import (
@@ -19,6 +19,8 @@ ROW_NUMBERS = 4
 """Of a row beside its prompt: length, sample, limit, place."""
 RESPONSE_BYTES = 8
 """Of a token: itself and its log-probability."""
+TABLE_BYTES = 4
+"""Of an entry of the table of pages."""
 ROW_RESULT_BYTES = 5
 """Of a row beside its tokens: length, and whether it ended."""
 
@@ -26,34 +28,44 @@ ROW_RESULT_BYTES = 5
 def decode_bytes(terms: Terms, coefficients: Coefficients) -> dict[str, Floats]:
     """Bytes by kind, [C] each."""
     c, candidates, model = coefficients.generate, terms.candidates, terms.model
-    slots, item = candidates.microbatch_size, terms.item
+    slots, item, options = candidates.microbatch_size, terms.item, terms.options
     # Keys and values of one position in one layer.
     position = 2 * (model.num_kv_heads // terms.degrees[KV]) * model.head_dim * item
-    cache = floats(slots * terms.layers * terms.span * position)
+    paged = (options.kv_cache_tokens > 0) & (options.kv_cache_tokens < slots * terms.span)
+    page = options.kv_page_tokens
+    pages = -(-terms.span // page)  # of the longest row
+    pool = options.kv_cache_tokens // page * page
+    cache = floats(np.where(paged, pool, slots * terms.span) * terms.layers * position)
     group = -(-slots // candidates.pp)
-    step = c.cache_read * group * terms.span * position
+    read = np.where(paged, pages * page, terms.span)
+    step = c.cache_read * group * read * position
     step = step + c.logits * group * terms.vocab_rows * FLOAT_BYTES
     work = np.maximum(_prefill_bytes(terms, coefficients, position), step)
+    work = work + np.where(paged, slots * pages * TABLE_BYTES, 0)
     rows = np.maximum(-(-terms.workload.rows // candidates.dp), slots)
-    waiting = rows > slots  # the branch that fills free slots copies the cache on GPUs
+    # The branch that fills free slots copies the cache on GPUs.
+    waiting = (rows > slots) | paged
     tokens = terms.workload.max_response_tokens
     responses = floats(rows * tokens * RESPONSE_BYTES)
+    weights = c.layer_weights * terms.layer_weight_bytes
+    if options.unrolled_generate:
+        weights = terms.layers_bytes
     return {
         "inputs": floats(4 * rows * (terms.workload.prompt_width + ROW_NUMBERS) + 4),
         "results": responses + rows * ROW_RESULT_BYTES,
         "kv_cache": cache * np.where(waiting, 1.0 + c.refilled_cache, 1.0),
-        "activations": c.layer_weights * terms.layer_weight_bytes
-        + work
-        + c.responses * responses * candidates.dp,
+        "activations": weights + work + c.responses * responses * candidates.dp,
     }
 
 
 def _prefill_bytes(terms: Terms, coefficients: Coefficients, position: Ints) -> Floats:
     """What a microbatch of prompts works with."""
     c, model, candidates = coefficients.generate, terms.model, terms.candidates
-    rows = np.ones_like(candidates.microbatch_size)
-    for size in range(2, PREFILL_ROWS + 1):  # the largest divisor of the slots
-        rows = np.where(candidates.microbatch_size % size == 0, size, rows)
+    group = -(-candidates.microbatch_size // candidates.pp)
+    rows = np.ones_like(group)
+    most = min(terms.options.prefill_rows, int(group.max(initial=1)))
+    for size in range(2, most + 1):  # the largest divisor of a group's slots
+        rows = np.where(group % size == 0, size, rows)
     width = terms.workload.prompt_width
     stream = floats(rows * width * model.embed_dim * terms.item)
     softmaxes = rows * terms.heads * min(width, QUERY_BLOCK)

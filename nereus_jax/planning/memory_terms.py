@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from nereus_jax.core.architectures import DecoderConfig, Head
 from nereus_jax.core.emu_spec import DTYPE_BYTES, EmuSpec
 from nereus_jax.core.layout import KV
-from nereus_jax.planning.candidates import Candidates, Ints
+from nereus_jax.planning.candidates import PREFILL_ROWS, Candidates, Ints
 from nereus_jax.planning.memory_state import (
     Degrees,
     Floats,
@@ -28,6 +28,8 @@ from nereus_jax.planning.workload import Workload
 
 QUERY_BLOCK = 512
 """Queries whose scores exist at a time, as attention has it."""
+TOKEN_CHUNK = 1024
+"""Tokens whose logits exist at a time, as the configuration has it."""
 FLOAT_BYTES = 4
 """Norms, scores, softmax and logits are float32 whatever the compute dtype."""
 
@@ -46,6 +48,28 @@ SCORE_ARRAYS = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How a run's engines are set beside what a candidate says.
+
+    Attributes:
+      token_chunk: tokens whose logits exist at a time.
+      prefill_rows: most prompts of a replica that are in the layers at a time.
+      kv_cache_tokens: positions of a replica's KV cache, in pages; 0: room for every slot's longest
+        row, as where that is less.
+      kv_page_tokens: positions of a page.
+      unrolled_generate: a decode step runs the layers without a loop, on a second set of weights.
+      unrolled_train: an update does, on a second set of weights and gradients.
+    """
+
+    token_chunk: int = TOKEN_CHUNK
+    prefill_rows: int = PREFILL_ROWS
+    kv_cache_tokens: int = 0
+    kv_page_tokens: int = 32
+    unrolled_generate: bool = False
+    unrolled_train: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Terms:
     """Sizes of what a SCORE or TRAIN program works on.
 
@@ -56,7 +80,7 @@ class Terms:
       candidates: layouts and microbatches.
       param_dtype: of the weights that the program is given.
       compute_dtype: of activations.
-      token_chunk: tokens whose logits exist at a time.
+      options: of the engines.
     """
 
     model: DecoderConfig
@@ -65,7 +89,7 @@ class Terms:
     candidates: Candidates
     param_dtype: str
     compute_dtype: str
-    token_chunk: int
+    options: EngineOptions
 
     @property
     def item(self) -> int:
@@ -142,7 +166,7 @@ class Terms:
     @functools.cached_property
     def chunk(self) -> Ints:
         """[C] tokens whose logits exist at a time."""
-        return np.minimum(self.token_chunk, self.flush_tokens)
+        return np.minimum(self.options.token_chunk, self.flush_tokens)
 
     @functools.cached_property
     def chunked(self) -> NDArray[np.bool_]:

@@ -9,6 +9,7 @@ from nereus_jax.planning.calibration import Efficiencies
 from nereus_jax.planning.hardware import CPU_EMULATED
 from nereus_jax.planning.memory import MemoryModel
 from nereus_jax.planning.memory_coefficients import COEFFICIENTS
+from nereus_jax.planning.memory_terms import EngineOptions
 from nereus_jax.planning.search_problem import PlanProblem
 from nereus_jax.planning.workload import LengthHistogram, Workload
 from nereus_jax.trainer.job import Job
@@ -26,6 +27,14 @@ def plan_problem(
       workload: of a step; None: all prompts and responses as long as they can be.
     """
     config, backend = job.config, "cpu" if hardware.name == CPU_EMULATED else "gpu"
+    options = EngineOptions(
+        token_chunk=config.score.token_chunk,
+        prefill_rows=job.generate.prefill_rows,
+        kv_cache_tokens=config.rollout.kv_cache_tokens,
+        kv_page_tokens=config.rollout.kv_page_tokens,
+        unrolled_generate=config.rollout.unroll_layers,
+        unrolled_train=config.train.unroll_layers == 0,
+    )
     models = {Role.ACTOR: job.inputs.model, Role.CRITIC: job.inputs.model}
     models[Role.REFERENCE] = job.inputs.model
     if job.inputs.reward_model is not None:
@@ -37,9 +46,7 @@ def plan_problem(
         hardware=hardware,
         num_devices=len(job.world.pool),
         efficiencies=efficiencies,
-        memory=MemoryModel(
-            coefficients=COEFFICIENTS[backend], token_chunk=config.score.token_chunk
-        ),
+        memory=MemoryModel(coefficients=COEFFICIENTS[backend], options=options),
         param_dtype=config.model.param_dtype,
         compute_dtype=config.model.compute_dtype,
         park=False,

@@ -18,6 +18,7 @@ from nereus_jax.core.plan import Placement
 from nereus_jax.core.roles import ModelStage, Role, Stage
 from nereus_jax.models.sampling import SamplingConfig
 from nereus_jax.planning.hardware import CPU_EMULATED
+from nereus_jax.planning.memory_terms import EngineOptions
 from nereus_jax.planning.search_plans import PlannedStep
 from nereus_jax.planning.search_problem import PlanProblem
 from nereus_jax.planning.workload import Workload
@@ -47,8 +48,7 @@ class ProgramChoice:
       microbatches: of a pipeline flush.
       remat, zero1: as in `planning.candidates`.
       param_dtype, compute_dtype: as in the configuration.
-      token_chunk: tokens whose logits exist at a time.
-      prefill_rows: prompts that are in the layers at a time.
+      options: of the engines.
       wide: the program of wide rows, where there is one.
     """
 
@@ -62,8 +62,7 @@ class ProgramChoice:
     zero1: bool = False
     param_dtype: str = "float32"
     compute_dtype: str = "bfloat16"
-    token_chunk: int = 1024
-    prefill_rows: int = 4
+    options: EngineOptions = dataclasses.field(default_factory=EngineOptions)
     wide: bool = False
 
     @property
@@ -93,7 +92,8 @@ def compile_program(choice: ProgramChoice, devices: Sequence[DeviceHandle]) -> P
         engine = _train_engine(choice, site)
         rows = min(choice.workload.minibatch_size, choice.workload.rows)
     shapes = engine.shapes(rows, choice.workload.row_tokens)
-    return engine.program(shapes[-1] if choice.wide else shapes[0])
+    wide = next((s for s in shapes if s.width > s.span), shapes[0])
+    return engine.program(wide if choice.wide else shapes[0])
 
 
 def _world(devices: Sequence[DeviceHandle]) -> World:
@@ -119,8 +119,9 @@ def _train_engine(choice: ProgramChoice, site: emu.Site) -> TrainEngine:
         flush_microbatches=choice.microbatches,
         remat=choice.remat,
         zero1=choice.zero1,
+        unroll=0 if choice.options.unrolled_train else 1,
         temperature=1.0,
-        token_chunk=choice.token_chunk,
+        token_chunk=choice.options.token_chunk,
         objective=ValueObjective(value_clip=0.2)
         if scalar
         else PolicyObjective(clip=0.2, entropy_coef=0.0),
@@ -140,7 +141,7 @@ def _score_engine(choice: ProgramChoice, site: emu.Site) -> ScoreEngine:
         precision="default",
         microbatch_size=choice.microbatch_size,
         temperature=1.0,
-        token_chunk=choice.token_chunk,
+        token_chunk=choice.options.token_chunk,
         programs=ProgramCache(),
     )
 
@@ -150,9 +151,12 @@ def _generate(choice: ProgramChoice, site: emu.Site) -> Program:
         config=choice.model,
         site=site,
         dtype=choice.compute_dtype,
-        prefill_rows=choice.prefill_rows,
+        prefill_rows=choice.options.prefill_rows,
         precision="default",
         max_num_seqs=choice.microbatch_size,
+        kv_cache_tokens=choice.options.kv_cache_tokens,
+        kv_page_tokens=choice.options.kv_page_tokens,
+        unroll=choice.options.unrolled_generate,
         programs=ProgramCache(),
     )
     workload = choice.workload
@@ -192,7 +196,7 @@ def verify_step(problem: PlanProblem, step: PlannedStep) -> list[dict[str, Any]]
             zero1=stage.zero1,
             param_dtype=problem.param_dtype,
             compute_dtype=problem.compute_dtype,
-            token_chunk=problem.memory.token_chunk,
+            options=problem.memory.options,
         )
         if choice not in done:
             start_s = time.perf_counter()

@@ -1,6 +1,7 @@
 """The memory model: its terms by hand, how they grow, and how measured peaks correct it."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from nereus_jax.core.roles import (
 from nereus_jax.planning.candidates import Candidates
 from nereus_jax.planning.memory import MemoryModel, StageMemory
 from nereus_jax.planning.memory_coefficients import COEFFICIENTS
-from nereus_jax.planning.memory_terms import Terms
+from nereus_jax.planning.memory_terms import EngineOptions, Terms
 from nereus_jax.planning.workload import LengthHistogram, Workload
 
 MODEL = DecoderConfig(
@@ -73,7 +74,7 @@ def terms(dtype: str = "float32", **changes: int) -> Terms:
         candidates=candidate(**changes),
         param_dtype="float32",
         compute_dtype=dtype,
-        token_chunk=1024,
+        options=EngineOptions(),
     )
 
 
@@ -142,6 +143,54 @@ def test_tp_above_the_key_heads_shares_their_cache():
         memory(ACTOR_GENERATE, cut=candidate(microbatch_size=16, tp=t)).kv_cache[0] for t in (2, 4)
     )
     assert two == four == memory(ACTOR_GENERATE, cut=candidate(microbatch_size=16)).kv_cache[0] / 2
+
+
+def with_options(**changes: Any) -> MemoryModel:
+    return dataclasses.replace(CPU, options=EngineOptions(**changes))
+
+
+def test_a_cache_in_pages_is_its_pool():
+    """300 positions are 18 pages of 16; 4 layers, 2 heads of 16, keys and values, float32."""
+    cut = candidate(microbatch_size=16)
+    paged = memory(
+        ACTOR_GENERATE,
+        memory_model=with_options(kv_cache_tokens=300, kv_page_tokens=16),
+        cut=cut,
+    )
+    assert paged.kv_cache[0] == 18 * 16 * 4 * 2 * 2 * 16 * 4
+    whole = memory(ACTOR_GENERATE, cut=cut)
+    enough = memory(
+        ACTOR_GENERATE,
+        memory_model=with_options(kv_cache_tokens=16 * 64, kv_page_tokens=16),
+        cut=cut,
+    )
+    assert enough.at(0) == whole.at(0), "with room for every slot's longest row there are no pages"
+
+
+def test_layers_without_a_loop_take_a_second_set_of_weights():
+    layers = MODEL.layer_params() * MODEL.num_layers * 4
+    looped = memory(ACTOR_GENERATE, cut=candidate(microbatch_size=16))
+    unrolled = memory(
+        ACTOR_GENERATE,
+        memory_model=with_options(unrolled_generate=True),
+        cut=candidate(microbatch_size=16),
+    )
+    one = COEFFICIENTS["cpu"].generate.layer_weights * layers / MODEL.num_layers
+    assert unrolled.activations[0] - looped.activations[0] == pytest.approx(layers - one)
+    more = memory(memory_model=with_options(unrolled_train=True)).gradients[0]
+    assert more - memory().gradients[0] == pytest.approx(2 * layers), "and of gradients"
+
+
+def test_more_prompts_at_a_time_work_with_more():
+    def work(prefill_rows: int) -> float:
+        found = memory(
+            ACTOR_GENERATE,
+            memory_model=with_options(prefill_rows=prefill_rows),
+            cut=candidate(microbatch_size=16),
+        )
+        return float(found.activations[0])
+
+    assert work(2) < work(8) <= work(16) == work(64)
 
 
 def test_long_rows_cost_more_than_in_proportion_until_attention_goes_in_blocks():

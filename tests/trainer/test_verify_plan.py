@@ -26,6 +26,7 @@ from nereus_jax.planning.candidates import Candidates
 from nereus_jax.planning.hardware import CPU_EMULATED, load_hardware
 from nereus_jax.planning.memory import MemoryModel
 from nereus_jax.planning.memory_coefficients import COEFFICIENTS
+from nereus_jax.planning.memory_terms import EngineOptions
 from nereus_jax.planning.search_plans import find_plans
 from nereus_jax.planning.search_problem import PlanProblem
 from nereus_jax.planning.workload import LengthHistogram, Workload
@@ -99,6 +100,16 @@ CHOICES = {
         compute_dtype="float32",
     ),
 }
+PAGED = EngineOptions(kv_cache_tokens=192, kv_page_tokens=16)
+OPTIONS = {
+    "pages": dataclasses.replace(CHOICES["generate"], options=PAGED),
+    "decode without a loop": dataclasses.replace(
+        CHOICES["generate"], options=EngineOptions(unrolled_generate=True)
+    ),
+    "train without a loop": dataclasses.replace(
+        CHOICES["train"], options=EngineOptions(unrolled_train=True)
+    ),
+}
 
 
 def one(value: int) -> np.ndarray:
@@ -131,13 +142,14 @@ def candidate(choice: ProgramChoice) -> Candidates:
         pytest.param("generate", marks=pytest.mark.slow),
         pytest.param("train", marks=pytest.mark.slow),
         pytest.param("train a pipeline", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS),
     ],
 )
 def test_arguments_are_exact_and_temporaries_near(name: str):
-    choice = CHOICES[name]
+    choice = (CHOICES | OPTIONS)[name]
     program = compile_program(choice, jax.devices())
     head = Head.SCALAR if choice.model_stage.role is Role.CRITIC else Head.LM
-    modelled = MemoryModel(coefficients=COEFFICIENTS["cpu"]).stage_memory(
+    modelled = MemoryModel(coefficients=COEFFICIENTS["cpu"], options=choice.options).stage_memory(
         MODEL,
         head,
         choice.model_stage,
@@ -153,6 +165,17 @@ def test_arguments_are_exact_and_temporaries_near(name: str):
         assert modelled.temporary_bytes[0] == pytest.approx(program.temp_bytes, rel=0.25)
     else:  # the coefficients are of jax 0.12; XLA before it keeps more of a pipeline's ticks
         assert 0.5 < modelled.temporary_bytes[0] / program.temp_bytes < 1.25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["score", "train"])
+def test_wide_rows_need_no_more_than_narrow_ones(name: str):
+    """So the model has no term for them: a block of queries meets two sequences' keys, in half as
+    many rows or fewer."""
+    narrow = compile_program(CHOICES[name], jax.devices())
+    wide = compile_program(dataclasses.replace(CHOICES[name], wide=True), jax.devices())
+    assert wide.argument_bytes == narrow.argument_bytes
+    assert wide.temp_bytes <= 1.1 * narrow.temp_bytes
 
 
 def problem(name: str) -> PlanProblem:
