@@ -20,6 +20,7 @@ PUBLIC_NAMES = [
     "InfeasiblePlanError",
     "LostStateError",
     "NereusError",
+    "OutOfMemoryError",
     "ReshardError",
     "RewardError",
     "StorageError",
