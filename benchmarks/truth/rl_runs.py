@@ -24,7 +24,7 @@ from nereus_jax.simulator.stage_run import EngineOverheads, StageRun, StepRows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rl_logs"))
 
-from logs import COLUMNS, SETUPS, Setup, read_log  # noqa: E402  # pyright: ignore
+from logs import COLUMNS, SETUPS, Setup, read_log  # pyright: ignore
 
 FIRST = 50
 """Iterations that are fitted."""

@@ -17,7 +17,7 @@ from nereus_jax.simulator.stage_run import StageRun, StepRows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cost_model"))
 
-from training import Case, training_cases  # noqa: E402  # pyright: ignore
+from training import Case, training_cases  # pyright: ignore
 
 
 def seconds(case: Case, truth: Truth) -> float:

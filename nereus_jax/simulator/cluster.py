@@ -19,13 +19,14 @@ from nereus_jax.core.emu_spec import DTYPE_BYTES
 from nereus_jax.core.execution_plan import ExecutionPlan
 from nereus_jax.core.plan import Placement
 from nereus_jax.core.roles import ModelStage, Stage
+from nereus_jax.core.timeline import Span
 from nereus_jax.core.workflow import WeightEdge
 from nereus_jax.planning.cost import OUR_ENGINES
 from nereus_jax.planning.cost_step import step_seconds
 from nereus_jax.planning.cost_terms import ModelSizes
 from nereus_jax.planning.plan_price import as_candidates, plan_bytes
 from nereus_jax.planning.search_problem import PlanProblem
-from nereus_jax.planning.workload import LengthHistogram
+from nereus_jax.planning.workload import LengthHistogram, Workload
 from nereus_jax.simulator.conditions import Conditions
 from nereus_jax.simulator.curves import Truth, load_truth
 from nereus_jax.simulator.decoding import generate_s
@@ -34,6 +35,9 @@ from nereus_jax.simulator.passes import score_s, train_s
 from nereus_jax.simulator.stage_run import StageRun, StepRows
 
 Floats = NDArray[np.float64]
+
+Known = dict[tuple[object, ...], float]
+"""Seconds of a call by model-stage, placement and choice."""
 
 ROOM_TOKENS = 128
 """Programs have room for the longest response, rounded up to a multiple of this."""
@@ -54,6 +58,7 @@ class StepOutcome:
       used_bytes: the same with what the allocator cannot give away.
       capacity_bytes: of a device.
       room_tokens: response tokens that the programs had room for.
+      spans: when each call ran, from the start of the step on.
     """
 
     step_s: float
@@ -62,6 +67,7 @@ class StepOutcome:
     used_bytes: int
     capacity_bytes: int
     room_tokens: int
+    spans: tuple[Span, ...] = dataclasses.field(repr=False)
 
     @property
     def out_of_memory(self) -> bool:
@@ -132,6 +138,7 @@ class SimulatedCluster:
         time_s: float,
         plan_steps: int,
         slowdown: float = 1.0,
+        known: Known | None = None,
     ) -> StepOutcome:
         """One step.
 
@@ -142,7 +149,10 @@ class SimulatedCluster:
           time_s: when it starts.
           plan_steps: that the plan has run since it came, or since the job started.
           slowdown: of everything, by what runs beside it.
+          known: seconds of calls of the same step at the same time, which are added to: plans that
+            are compared differ in few model-stages.
         """
+        known = {} if known is None else known
         problem, workflow = self.problem, self.problem.workflow
         room = self.room_tokens(rows)
         factors = self.conditions.device_factors(step, time_s)
@@ -152,8 +162,11 @@ class SimulatedCluster:
         for stage in workflow.model_stages:
             placement = plan.plan[stage]
             used = self._places(placement)
-            call_s[stage] = slowdown * self.conditions.stage_factor(step, stage)
-            call_s[stage] *= self._call_s(plan, stage, rows, room, factors[used], network)
+            key = stage, placement, plan.choices[stage]
+            if key not in known:
+                known[key] = self._call_s(plan, stage, rows, room, factors[used], network)
+            noise = self.conditions.stage_factor(step, stage)
+            call_s[stage] = slowdown * noise * known[key]
             positions[stage] = used.tolist()
         stage_s = {s: x * problem.calls(s) for s, x in call_s.items()}
         parked = {
@@ -170,6 +183,7 @@ class SimulatedCluster:
             used_bytes=int(needed * (1.0 + self.truth.memory.fragmentation * share)),
             capacity_bytes=problem.hardware.memory_bytes,
             room_tokens=room,
+            spans=cost.spans,
         )
 
     def room_tokens(self, rows: StepRows) -> int:
@@ -178,17 +192,38 @@ class SimulatedCluster:
         room = -(-longest // ROOM_TOKENS) * ROOM_TOKENS
         return max(min(room, self.problem.workload.max_response_tokens), longest)
 
+    def workload_of(self, rows: StepRows, margin: float = 1.0) -> Workload:
+        """The work of a step, with room for responses that are longer by a factor."""
+        template = self.problem.workload
+        responses = LengthHistogram.from_samples(int(x) for x in rows.responses)
+        room = max(int(rows.responses.max() * margin), responses.max)
+        return dataclasses.replace(
+            template,
+            prompt_lengths=LengthHistogram.from_samples(int(x) for x in rows.prompts),
+            response_lengths=responses,
+            max_response_tokens=max(min(room, template.max_response_tokens), responses.max),
+        )
+
     def peak_bytes(self, plan: ExecutionPlan, rows: StepRows, room: int) -> float:
         """Of the fullest device, before fragmentation."""
-        problem = self._memory_problem
-        workload = dataclasses.replace(
-            problem.workload,
-            prompt_lengths=LengthHistogram.constant(int(rows.prompts.max())),
-            response_lengths=LengthHistogram.constant(max(int(rows.responses.mean()), 1)),
-            max_response_tokens=room,
-        )
-        needed = plan_bytes(dataclasses.replace(problem, workload=workload), plan)
-        return needed + problem.memory.reserved_bytes
+        problem, prompt = self._memory_problem, int(rows.prompts.max())
+        key = room, prompt
+        known = self._known_peaks.setdefault(id(plan), (plan, {}))[1]
+        if key not in known:  # a plan runs many steps that have the same room
+            workload = dataclasses.replace(
+                problem.workload,
+                prompt_lengths=LengthHistogram.constant(prompt),
+                response_lengths=LengthHistogram.constant(room),
+                max_response_tokens=room,
+            )
+            needed = plan_bytes(dataclasses.replace(problem, workload=workload), plan)
+            known[key] = needed + problem.memory.reserved_bytes
+        return known[key]
+
+    @functools.cached_property
+    def _known_peaks(self) -> dict[int, tuple[ExecutionPlan, dict[tuple[int, int], float]]]:
+        """By the identity of a plan, which is held so that it stays its own."""
+        return {}
 
     def _places(self, placement: Placement) -> NDArray[np.int64]:
         return np.array([self.place(d) for d in placement.devices])
@@ -204,7 +239,9 @@ class SimulatedCluster:
             network=network,
         )
 
-    def stage_run(self, plan: ExecutionPlan, stage: ModelStage, rows: StepRows, room: int) -> StageRun:
+    def stage_run(
+        self, plan: ExecutionPlan, stage: ModelStage, rows: StepRows, room: int
+    ) -> StageRun:
         """How a model-stage runs a step."""
         p, layout, choice = self.problem, plan.plan[stage].layout, plan.choices[stage]
         c = as_candidates(p.workload, stage, layout, choice)

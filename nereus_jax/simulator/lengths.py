@@ -30,9 +30,6 @@ SHAPE_FORMATS = (
     "CSV with the columns lo_tokens,hi_tokens,probability, CSV of length,weight, or JSON with "
     "lengths and weights"
 )
-LONGEST_RATIO = 64.0
-"""Of a shape: no row is longer than so many means, so that one bin of a histogram of all traffic of
-a service is no batch of one row."""
 BISECTIONS = 40
 
 
@@ -191,9 +188,11 @@ def _fail(path: Path, line: int, text: str, why: str, formats: str) -> None:
 
 
 def relative(histogram: LengthHistogram) -> Floats:
-    """[1024] lengths over their mean, ascending: the quantiles of a batch's shape."""
-    shares = (np.arange(1024) + 0.5) / 1024
-    values = np.minimum(histogram.quantile(shares) / histogram.mean, LONGEST_RATIO)
+    """[1024] lengths over their mean, ascending: the quantiles of a batch's shape.
+
+    What is rarer than one row in 2,048 is no part of it.
+    """
+    values = histogram.quantile((np.arange(1024) + 0.5) / 1024)
     return values / values.mean()
 
 
