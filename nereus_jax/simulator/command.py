@@ -17,7 +17,7 @@ from nereus_jax.planning.workload import LengthHistogram, Workload
 from nereus_jax.simulator.compare import check_policies, compare
 from nereus_jax.simulator.ledger import RunResult
 from nereus_jax.simulator.lengths import read_lengths, read_shape
-from nereus_jax.simulator.run import Scenario
+from nereus_jax.simulator.scenario import Scenario
 from nereus_jax.simulator.setup import make_scenario
 from nereus_jax.simulator.supply import Supply, constant_supply, read_supply
 from nereus_jax.simulator.traces import (

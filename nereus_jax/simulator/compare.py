@@ -15,7 +15,8 @@ from nereus_jax.simulator.ledger import RunResult
 from nereus_jax.simulator.oracle import NAME as ORACLE
 from nereus_jax.simulator.oracle import oracle
 from nereus_jax.simulator.peers import PEERS, peer
-from nereus_jax.simulator.run import Rules, Scenario, simulate
+from nereus_jax.simulator.run import simulate
+from nereus_jax.simulator.scenario import Rules, Scenario
 from nereus_jax.simulator.setup import first_plan, settings_for
 
 ALL = (*POLICIES, ORACLE)
@@ -107,20 +108,14 @@ def check_policies(names: Sequence[str]) -> tuple[str, ...]:
     for name in names:
         if name == "all":
             found += ALL
-        elif name == ORACLE or name in PEERS:
-            found.append(name)
-        else:
-            parse_policy_of_simulation(name)
-            found.append(name)
+            continue
+        if name != ORACLE and name not in PEERS:
+            if name.split("=")[0].split("(")[0].strip() not in POLICIES:
+                known = ", ".join((*ALL, *PEERS, "all"))
+                raise ConfigError(f"policy {name!r} is not known; use one of {known}")
+            parse_policy(name)
+        found.append(name)
     return tuple(dict.fromkeys(found))
-
-
-def parse_policy_of_simulation(name: str) -> None:
-    """Raises ConfigError with all names of simulations if a policy is not known."""
-    if name.split("=")[0].split("(")[0].strip() not in POLICIES:
-        known = ", ".join((*ALL, *PEERS, "all"))
-        raise ConfigError(f"policy {name!r} is not known; use one of {known}")
-    parse_policy(name)
 
 
 def compare(

@@ -23,7 +23,7 @@ from nereus_jax.simulator.passes import (
     layer_scores,
     rank_layers,
 )
-from nereus_jax.simulator.stage_run import Floats, StageRun, StepRows
+from nereus_jax.simulator.stage_run import Floats, Ints, StageRun, StepRows
 
 POINTS = 24
 DRAW_KERNELS = 20
@@ -56,7 +56,7 @@ def generate_s(run: StageRun, device: Device, rows: StepRows, slow: Floats) -> f
     return run.overheads.call_s + float((steps + host).max()) + prefill * float(slow.max())
 
 
-def _deal(values: Floats, replicas: int) -> Floats:
+def _deal(values: Ints, replicas: int) -> Floats:
     """[R, n] in turn; places that are left have length 0."""
     each = -(-len(values) // replicas)
     padded = np.pad(values, (0, each * replicas - len(values)))
@@ -95,12 +95,9 @@ def _layer_step_s(run: StageRun, device: Device, busy: Floats, cached: Floats) -
     rows = np.maximum(busy / pp, 1.0)
     cache_bytes = cached / pp * 2.0 * kv_width(run) * device.element_bytes
     hidden = rows * run.sizes.embed_dim * device.element_bytes
-    return (
-        layer_products(run, device, rows)
-        + layer_elementwise(run, device, rows)
-        + device.reading(cache_bytes)
-        + 2.0 * device.all_reduce(hidden, tp)
-    )
+    seconds = layer_products(run, device, rows) + layer_elementwise(run, device, rows)
+    seconds = seconds + device.reading(cache_bytes) + 2.0 * device.all_reduce(hidden, tp)
+    return np.asarray(seconds, np.float64)
 
 
 def _rest_s(run: StageRun, device: Device, busy: Floats) -> Floats:
@@ -113,7 +110,7 @@ def _rest_s(run: StageRun, device: Device, busy: Floats) -> Floats:
     seconds = seconds + DRAW_KERNELS * device.curve.kernel_s
     if pp > 1:
         seconds = seconds + device.send(hidden, crosses_nodes=pp * tp > device.devices_per_node)
-    return pp * seconds
+    return np.asarray(pp * seconds, np.float64)
 
 
 def _prefill_s(run: StageRun, device: Device, rows: StepRows, own: int, slots: int) -> float:

@@ -18,7 +18,7 @@ from nereus_jax.core.execution_plan import ExecutionPlan
 from nereus_jax.simulator.cluster import Known, StepOutcome
 from nereus_jax.simulator.ledger import Interval, RunResult, Spent, StepRow
 from nereus_jax.simulator.player import Player, PoolEvent
-from nereus_jax.simulator.run import Scenario
+from nereus_jax.simulator.scenario import Scenario
 from nereus_jax.simulator.stage_run import StepRows
 
 NAME = "oracle"
@@ -106,7 +106,7 @@ class _Oracle:
             best = self._best(step, rows, self._pool)
             if best is not None:
                 return best
-            at_s, events = self._player.skip(self._clock)
+            at_s, events = self._player.skip(step, self._clock)
             if not events:
                 return None
             self._intervals += _interval(

@@ -141,7 +141,8 @@ def _ends_s(run: StageRun, device: Device, micro: Microbatches) -> Floats:
     summed = device.all_reduce(head_tokens * width, parts if run.train else 1)
     passes = run.execution.head_passes if run.train else 1.0
     head = head_s(run, device, head_tokens, parts, passes)
-    return embedded + (2.0 if run.train else 1.0) * picked + summed + head
+    whole = embedded + (2.0 if run.train else 1.0) * picked + summed + head
+    return np.asarray(whole, np.float64)
 
 
 def _replica_s(

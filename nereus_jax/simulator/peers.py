@@ -30,7 +30,7 @@ from nereus_jax.core.roles import ModelStage, Role, Stage
 from nereus_jax.planning.candidates import Candidates, enumerate_candidates
 from nereus_jax.planning.cost import stage_seconds
 from nereus_jax.planning.search_problem import PlanProblem, stage_memory, with_edges
-from nereus_jax.simulator.run import Rules, Scenario
+from nereus_jax.simulator.scenario import Rules, Scenario
 from nereus_jax.simulator.setup import first_plan, first_pool, first_workload, settings_for
 
 Floats = NDArray[np.float64]

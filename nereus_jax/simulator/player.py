@@ -41,7 +41,8 @@ class Player:
     def __init__(self, trace: DriftTrace, cluster: SimulatedCluster, seed: int) -> None:
         first, changes = nodes_that_change(trace, cluster.nodes, seed)
         self.first = cluster.devices_of(first)
-        self._by_step, self._notice_s = trace.by_step, trace.notice_s
+        self._by_step, self._step_s = trace.by_step, trace.step_s
+        self._notice_s = trace.notice_s
         self._changes = [
             Change(at=at, going=cluster.devices_of(going), coming=cluster.devices_of(coming))
             for at, going, coming in changes
@@ -86,15 +87,22 @@ class Player:
             return start_s
         return start_s + (at - step) * step_s if step_s and at < step + 1 else math.inf
 
-    def skip(self, time_s: float) -> tuple[float, list[PoolEvent]]:
-        """For a job that waits: the next change and its time, whatever step it was meant for."""
+    def skip(self, step: int, time_s: float) -> tuple[float, list[PoolEvent]]:
+        """For a job that waits: the next change, and when it comes.
+
+        Args:
+          step: that the job waits before.
+          time_s: now.
+        """
         if self._gone:
             at_s = max(self._gone[0][0], time_s)
             return at_s, [DevicesLost(time_s=at_s, devices=heapq.heappop(self._gone)[1])]
         if not self._changes:
             return math.inf, []
         change = self._changes.pop(0)
-        at_s = time_s if self._by_step else max(change.at, time_s)
+        at_s = max(change.at, time_s)
+        if self._by_step:
+            at_s = time_s + max(change.at - step, 0.0) * self._step_s
         return at_s, self._events(change, at_s)
 
     def _events(self, change: Change, time_s: float) -> list[PoolEvent]:

@@ -1,5 +1,3 @@
-# pyright: reportUnknownMemberType=false
-# (some of numpy's overloads have unknown parts)
 """A run on the simulated cluster: the live controller on a virtual clock.
 
     boundary: pool events -> a transition that is due -> a step -> StepFinished -> decision
@@ -13,13 +11,9 @@ step is foreseen that it may have no memory for.
 import dataclasses
 from collections.abc import Callable
 
-import numpy as np
-
 from nereus_jax.control.controller import Controller
 from nereus_jax.control.costs import Beliefs
 from nereus_jax.control.expectation import forecast_of
-from nereus_jax.control.planner_costs import PlannerCosts
-from nereus_jax.control.settings import ControllerSettings
 from nereus_jax.control.state import ControllerState, initial_state
 from nereus_jax.core.errors import InfeasiblePlanError
 from nereus_jax.core.events import (
@@ -36,7 +30,7 @@ from nereus_jax.core.events import (
 from nereus_jax.core.execution_plan import ExecutionPlan
 from nereus_jax.core.roles import ModelStage
 from nereus_jax.core.transition import TransitionGraph
-from nereus_jax.simulator.cluster import SimulatedCluster, StepOutcome
+from nereus_jax.simulator.cluster import StepOutcome
 from nereus_jax.simulator.ledger import (
     Interval,
     OutOfMemory,
@@ -44,7 +38,6 @@ from nereus_jax.simulator.ledger import (
     Spent,
     StepRow,
 )
-from nereus_jax.simulator.lengths import draw_lengths
 from nereus_jax.simulator.moves import (
     Compiled,
     checkpoint_s,
@@ -53,65 +46,15 @@ from nereus_jax.simulator.moves import (
     transition_s,
 )
 from nereus_jax.simulator.player import Player, PoolEvent
+from nereus_jax.simulator.scenario import Rules, Scenario, roomier_plan
 from nereus_jax.simulator.stage_run import StepRows
-from nereus_jax.simulator.traces import LENGTH_TAG, DriftTrace
 
 MOST_RESTARTS = 50
 """Of one run by a lack of memory; then it has failed."""
 OOM_SHARE = 0.5
 """Of a step that is over when it runs out of memory."""
 
-OOM_MARGIN = 1.25
-"""Longest response that a job has room for after it ran out of memory, over the one that it had."""
-
 Watch = Callable[[TransitionGraph], None]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Scenario:
-    """What is simulated, whatever the policy.
-
-    Attributes:
-      cluster: that the job runs on.
-      trace: what it goes through.
-      costs: what the controller's planner believes.
-      checkpoint_every: steps from one checkpoint to the next.
-    """
-
-    cluster: SimulatedCluster
-    trace: DriftTrace
-    costs: PlannerCosts
-    checkpoint_every: int = 10
-
-    def rows(self, step: int) -> StepRows:
-        """The rows of a step, the same for every policy."""
-        cluster, workload = self.cluster, self.cluster.problem.workload
-        rng = np.random.default_rng([cluster.seed, LENGTH_TAG, step])
-        responses = draw_lengths(
-            self.trace.shape,
-            float(self.trace.mean_tokens[step]),
-            workload.max_response_tokens,
-            workload.rows,
-            rng,
-        )
-        prompts = workload.prompt_lengths.quantile(rng.random(workload.prompts))
-        repeated = np.repeat(prompts.astype(np.int64), workload.samples_per_prompt)
-        return StepRows(prompts=repeated, responses=responses)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rules:
-    """How a run goes about changes of plan.
-
-    Attributes:
-      name: of the policy, or of the system that it stands for.
-      settings: of the controller.
-      by_checkpoint: every change of plan is a checkpoint and a restart.
-    """
-
-    name: str
-    settings: ControllerSettings
-    by_checkpoint: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -248,7 +191,7 @@ class _Run:
         if self._save:
             self._spend(Spent.CHECKPOINTS, checkpoint_s(self._scenario.cluster, self._plan))
             self._since_checkpoint, self._save = [], False
-        at_s, events = self._player.skip(self._clock)
+        at_s, events = self._player.skip(self._step, self._clock)
         if not events:
             self._failure = f"step {self._step}: {self._halt}"
             return
@@ -438,7 +381,7 @@ class _Run:
             )
         )
         self._spend(Spent.DROPPED, OOM_SHARE * outcome.step_s)
-        target = self._roomier(rows)
+        target = roomier_plan(self._scenario, self._rules.settings, self._state, rows)
         if target is None or len(self._oom) > MOST_RESTARTS:
             short = (outcome.used_bytes - outcome.capacity_bytes) / 2**30
             self._failure = (
@@ -454,23 +397,3 @@ class _Run:
         self._spend(Spent.RESTARTING, restart_s(cluster, self._plan, target, write=False))
         self._spend(Spent.REPEATING, sum(self._since_checkpoint))
         self._moved(target, 0.0, 0.0)
-
-    def _roomier(self, rows: StepRows) -> ExecutionPlan | None:
-        """What an operator would start again with: the planner's best for the rows that did not
-        fit, with a margin; with the same degrees if the policy keeps them and they can."""
-        settings, cluster = self._rules.settings, self._scenario.cluster
-        workload = cluster.workload_of(rows, OOM_MARGIN)
-        kinds = (True, False) if settings.policy.same_degrees else (False,)
-        for same in kinds:
-            found = self._scenario.costs.candidates(
-                workload,
-                self._state.usable,
-                self._state.beliefs,
-                current=self._plan,
-                count=settings.candidates,
-                same_degrees=same,
-            )
-            for candidate in found.plans:
-                if candidate.plan != self._plan:
-                    return candidate.plan
-        return None

@@ -15,7 +15,7 @@ from nereus_jax.planning.search_problem import PlanProblem
 from nereus_jax.planning.workload import LengthHistogram, Workload
 from nereus_jax.simulator.cluster import SimulatedCluster
 from nereus_jax.simulator.player import Player
-from nereus_jax.simulator.run import Scenario
+from nereus_jax.simulator.scenario import Scenario
 from nereus_jax.simulator.traces import DriftTrace
 
 FIRST_MARGIN = 1.25

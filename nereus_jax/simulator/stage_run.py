@@ -152,18 +152,18 @@ def cut(run: StageRun, rows: StepRows) -> Microbatches:
     lengths, responses = (
         _deal(part, run.layout.dp, run.microbatch_size) for part in rows.chunks(updates)
     )
-    count = (lengths > 0).sum(axis=3)
+    count = np.asarray((lengths > 0).sum(axis=3), np.float64)
     share = run.execution.score_share
     if run.execution.rows is RowFill.EXACT:
-        tokens = lengths.sum(axis=3).astype(np.float64)
-        pairs = share * (lengths.astype(np.float64) ** 2).sum(axis=3)
+        tokens = np.asarray(lengths.sum(axis=3), np.float64)
+        pairs = np.asarray(share * (lengths**2).sum(axis=3), np.float64)
         return Microbatches(
             tokens=tokens,
             pairs=pairs,
-            head_tokens=responses.sum(axis=3).astype(np.float64),
-            length=tokens / np.maximum(count, 1),
+            head_tokens=np.asarray(responses.sum(axis=3), np.float64),
+            length=tokens / np.maximum(count, 1.0),
         )
-    tokens = count * float(run.width)
+    tokens: Floats = count * float(run.width)
     return Microbatches(
         tokens=tokens,
         pairs=share * tokens * run.width,
@@ -178,9 +178,9 @@ def _packed(run: StageRun, rows: StepRows, updates: int) -> Microbatches:
     needed = np.array(rows.packed_rows(updates, run.width))
     used = np.ceil(np.ceil(needed / dp) / size).astype(np.int64)
     most = int(used.max())
-    active = (np.arange(most) < used[:, None])[:, None, :] & np.ones((1, dp, 1), np.bool_)
-    tokens = active * float(size * run.width)
-    responses = rows.responses.sum() / updates / dp
+    active = np.ones((updates, dp, most)) * (np.arange(most) < used[:, None])[:, None, :]
+    tokens: Floats = active * float(size * run.width)
+    responses = float(rows.responses.sum()) / updates / dp
     return Microbatches(
         tokens=tokens,
         pairs=run.execution.score_share * tokens * run.width,

@@ -49,6 +49,7 @@ class DriftTrace:
       nodes: that the run starts with.
       changes: of the pool, in order.
       by_step: their `at` is a step, else it is seconds.
+      step_s: seconds that a step of the trace stands for while the job waits for devices.
       notice_s: seconds between a node's revocation and its loss; 0: it is lost without warning.
     """
 
@@ -58,6 +59,7 @@ class DriftTrace:
     nodes: int
     changes: tuple[PoolChange, ...] = ()
     by_step: bool = True
+    step_s: float = 300.0
     notice_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -140,6 +142,7 @@ def drift_trace(
         nodes=supply.nodes[0],
         changes=tuple(changes),
         by_step=bool(seconds_per_step),
+        step_s=seconds_per_step,
         notice_s=notice_s,
     )
 

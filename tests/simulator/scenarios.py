@@ -12,7 +12,7 @@ from nereus_jax.planning.hardware import load_hardware
 from nereus_jax.planning.search_problem import PlanProblem
 from nereus_jax.planning.workload import LengthHistogram, Workload
 from nereus_jax.simulator.lengths import relative
-from nereus_jax.simulator.run import Scenario
+from nereus_jax.simulator.scenario import Scenario
 from nereus_jax.simulator.setup import make_scenario
 from nereus_jax.simulator.traces import DriftTrace, PoolChange, lognormal_shape
 

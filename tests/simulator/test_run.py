@@ -12,7 +12,8 @@ from nereus_jax.core.transition import TransitionGraph
 from nereus_jax.planning.transition_replay import replay
 from nereus_jax.simulator.ledger import RunResult, Spent
 from nereus_jax.simulator.moves import checkpoint_s
-from nereus_jax.simulator.run import Rules, Scenario, simulate
+from nereus_jax.simulator.run import simulate
+from nereus_jax.simulator.scenario import Rules, Scenario
 from nereus_jax.simulator.setup import first_plan, settings_for
 from tests.simulator.scenarios import make_trace, small_scenario
 

@@ -16,12 +16,13 @@ from nereus_jax.core.workflow import ALGORITHMS
 from nereus_jax.planning.transition_replay import replay
 from nereus_jax.planning.workload import LengthHistogram
 from nereus_jax.simulator.ledger import RunResult, Spent
-from nereus_jax.simulator.run import Rules, Scenario, simulate
+from nereus_jax.simulator.run import simulate
+from nereus_jax.simulator.scenario import Rules, Scenario
 from nereus_jax.simulator.setup import first_plan, settings_for
 from nereus_jax.simulator.traces import nodes_that_change
 from tests.simulator.scenarios import MODELS, make_trace, small_scenario
 
-QUICK, ALL = 10, 200
+QUICK, ALL = 6, 200
 
 
 def random_nodes(rng: np.random.Generator, most: int) -> int:
