@@ -24,7 +24,8 @@ from nereus_jax.core.workflow import WeightEdge
 from nereus_jax.planning.cost import OUR_ENGINES
 from nereus_jax.planning.cost_step import step_seconds
 from nereus_jax.planning.cost_terms import ModelSizes
-from nereus_jax.planning.plan_price import as_candidates, plan_bytes
+from nereus_jax.planning.plan_price import plan_bytes
+from nereus_jax.planning.predict import candidates_of
 from nereus_jax.planning.search_problem import PlanProblem
 from nereus_jax.planning.workload import LengthHistogram, Workload
 from nereus_jax.simulator.conditions import Conditions
@@ -243,8 +244,8 @@ class SimulatedCluster:
         self, plan: ExecutionPlan, stage: ModelStage, rows: StepRows, room: int
     ) -> StageRun:
         """How a model-stage runs a step."""
-        p, layout, choice = self.problem, plan.plan[stage].layout, plan.choices[stage]
-        c = as_candidates(p.workload, stage, layout, choice)
+        p, layout = self.problem, plan.plan[stage].layout
+        c = candidates_of(p.workload, [stage], plan)
         return StageRun(
             sizes=ModelSizes.of(p.models[stage.role], p.head(stage)),
             train=stage.stage is Stage.TRAIN,

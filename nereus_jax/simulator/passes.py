@@ -225,7 +225,8 @@ def _sync_s(run: StageRun, device: Device, whole: Floats, each: Floats) -> Float
     if layout.dp == 1:
         return np.zeros(flush_s.shape)
     ranks = min(execution.zero_ranks, layout.dp) if execution.zero_ranks else layout.dp
-    gradients = scatter if run.zero1 and ranks == layout.dp else 2.0 * scatter
+    scatters = run.zero1 and ranks == layout.dp and execution.zero_scatters
+    gradients = scatter if scatters else 2.0 * scatter
     gathered = _gather_s(run, device, execution.gather_bytes) if run.zero1 else 0.0
     if execution.sync is DataSync.OVERLAPPED:
         behind = flush_s * BACKWARD / (1.0 + BACKWARD)

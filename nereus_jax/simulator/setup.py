@@ -7,7 +7,7 @@ from nereus_jax.control.policies import Policy
 from nereus_jax.control.settings import ControllerSettings
 from nereus_jax.core.devices import DevicePool
 from nereus_jax.core.errors import InfeasiblePlanError
-from nereus_jax.core.execution_plan import ExecutionPlan, StageChoice
+from nereus_jax.core.execution_plan import ExecutionPlan
 from nereus_jax.core.plan import Placement, Plan
 from nereus_jax.planning.calibration import Efficiencies
 from nereus_jax.planning.search_plans import find_plans
@@ -105,14 +105,5 @@ def first_plan(
         )
         for s in search.plans[0].stages
     }
-    choices = {
-        s.model_stage: StageChoice(
-            microbatch_size=s.microbatch_size,
-            microbatches=s.microbatches,
-            remat=s.remat,
-            zero1=s.zero1,
-            parked=s.parked,
-        )
-        for s in search.plans[0].stages
-    }
+    choices = {s.model_stage: s.choice for s in search.plans[0].stages}
     return ExecutionPlan(plan=Plan(placements=placements), choices=choices)
