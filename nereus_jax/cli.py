@@ -112,6 +112,20 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     importlib.import_module("nereus_jax.trainer.plan_command").add_plan_arguments(plan)
+    simulate = commands.add_parser(
+        "simulate",
+        help="try policies on a simulated cluster, with the controller of live runs",
+        description=(
+            "Runs policies through a trace of lengths and devices on a simulated cluster, and "
+            "prints what each would take. All figures are simulated."
+        ),
+        epilog=(
+            "Every key of the configuration can be set here: --config.steps=20. All keys, with "
+            "their defaults and units: nereus_jax/config/simulation.py"
+        ),
+        allow_abbrev=False,
+    )
+    importlib.import_module("nereus_jax.simulator.command").add_simulate_arguments(simulate)
     return parser
 
 
@@ -146,7 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
     try:
         arguments, rest = _parser().parse_known_args(argv)
-        run = {"train": _train, "explain": _explain, "plan": _plan}[arguments.command]
+        commands = {"train": _train, "explain": _explain, "plan": _plan, "simulate": _simulate}
+        run = commands[arguments.command]
         code = run(arguments, rest)
         sys.stdout.flush()
         return code
@@ -277,6 +292,14 @@ def _plan(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
         raise ConfigError(f"unknown argument {rest[0]!r}; see `nereus plan --help`")
     run: int = importlib.import_module("nereus_jax.trainer.plan_command").run_plan(
         arguments, _model
+    )
+    return run
+
+
+def _simulate(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    overrides = _overrides(rest)
+    run: int = importlib.import_module("nereus_jax.simulator.command").run_simulate(
+        arguments, overrides, _model
     )
     return run
 

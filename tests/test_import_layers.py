@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# The simulator joins when it is written.
 WITHOUT_JAX = (
     "nereus_jax.core",
     "nereus_jax.config",

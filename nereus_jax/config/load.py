@@ -46,8 +46,7 @@ def load_config_file(
       ConfigError: the file is missing or fails, or an override has an unknown key or a value of
         another type.
     """
-    file, colon, argument = path.partition(":")
-    config = _run_file(file, [argument] if colon else [])
+    config = run_config_file(path)
     config.unlock()
     grouped = _grouped(overrides)
     for key, values in grouped.items():
@@ -91,6 +90,19 @@ def _execute(file: str, path: Path) -> Callable[..., Any]:
             "ConfigDict"
         )
     return get_config
+
+
+def run_config_file(path: str) -> config_dict.ConfigDict:
+    """Runs a file's `get_config`.
+
+    Args:
+      path: 'FILE' or 'FILE:ARG', as in `load_config_file`.
+
+    Raises:
+      ConfigError: the file is missing or fails, or gives no ConfigDict.
+    """
+    file, colon, argument = path.partition(":")
+    return _run_file(file, [argument] if colon else [])
 
 
 def _run_file(file: str, arguments: list[str]) -> config_dict.ConfigDict:

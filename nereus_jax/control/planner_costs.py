@@ -158,18 +158,46 @@ class PlannerCosts:
             return self._restart(source, target, compile_s)
         moved = self._as_it_moves(source, target, beliefs, lost)
         try:
-            graph = plan_transition(
-                moved.states,
-                moved.source,
-                moved.target,
-                hardware=_derated(self.problem.hardware, beliefs.efficiencies),
-                budget=self.budget,
-                nodes=self._nodes(source, target),
-                lost=lost,
-            )
+            graph = self._graph(moved, source, target, beliefs, lost)
         except InfeasiblePlanError as error:
             return TransitionEstimate(executable=False, reason=str(error))
         return self._estimate(graph, compile_s, beliefs.transition_ratio, moved)
+
+    def graph(
+        self,
+        source: ExecutionPlan,
+        target: ExecutionPlan,
+        beliefs: Beliefs,
+        lost: frozenset[DeviceId] = frozenset(),
+    ) -> tuple[TransitionGraph, float]:
+        """The operations that `transition` prices, and what the first step after them needs on top.
+
+        Args:
+          source, target, beliefs, lost: as there.
+
+        Raises:
+          InfeasiblePlanError: there is no way that every device has the memory for.
+        """
+        moved = self._as_it_moves(source, target, beliefs, lost)
+        return self._graph(moved, source, target, beliefs, lost), moved.later_s
+
+    def _graph(
+        self,
+        moved: _Moved,
+        source: ExecutionPlan,
+        target: ExecutionPlan,
+        beliefs: Beliefs,
+        lost: frozenset[DeviceId],
+    ) -> TransitionGraph:
+        return plan_transition(
+            moved.states,
+            moved.source,
+            moved.target,
+            hardware=_derated(self.problem.hardware, beliefs.efficiencies),
+            budget=self.budget,
+            nodes=self._nodes(source, target),
+            lost=lost,
+        )
 
     def _node(self, device: DeviceId) -> int:
         if self.node_of is not None:

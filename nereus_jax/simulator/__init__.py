@@ -1,0 +1,4 @@
+"""The same controller on a virtual clock: traces, a simulated cluster, policies and their ledgers.
+
+All seconds and bytes of this package are simulated; none is measured.
+"""

@@ -1,0 +1,304 @@
+# pyright: reportUnknownMemberType=false
+# (some of numpy's overloads have unknown parts)
+"""The simulated cluster: what a step of a plan takes on it, and how much memory.
+
+A controller sees of it what a real run shows: seconds, bytes and lengths of steps that have run.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nereus_jax.control.device_assignment import group_node_size
+from nereus_jax.core.devices import DeviceId, DevicePool
+from nereus_jax.core.emu_spec import DTYPE_BYTES
+from nereus_jax.core.execution_plan import ExecutionPlan
+from nereus_jax.core.plan import Placement
+from nereus_jax.core.roles import ModelStage, Stage
+from nereus_jax.core.timeline import Span
+from nereus_jax.core.workflow import WeightEdge
+from nereus_jax.planning.cost import OUR_ENGINES
+from nereus_jax.planning.cost_step import step_seconds
+from nereus_jax.planning.cost_terms import ModelSizes
+from nereus_jax.planning.plan_price import plan_bytes
+from nereus_jax.planning.predict import candidates_of
+from nereus_jax.planning.search_problem import PlanProblem
+from nereus_jax.planning.workload import LengthHistogram, Workload
+from nereus_jax.simulator.conditions import Conditions
+from nereus_jax.simulator.curves import Truth, load_truth
+from nereus_jax.simulator.decoding import generate_s
+from nereus_jax.simulator.operations import Device
+from nereus_jax.simulator.passes import score_s, train_s
+from nereus_jax.simulator.stage_run import StageRun, StepRows
+
+Floats = NDArray[np.float64]
+
+Known = dict[tuple[object, ...], float]
+"""Seconds of a call by model-stage, placement and choice."""
+
+ROOM_TOKENS = 128
+"""Programs have room for the longest response, rounded up to a multiple of this."""
+MEMORY_TAG = 5
+MOST_SIGMAS = 2.0
+"""Errors of a memory model are no larger than so many standard deviations: its worst case was
+looked at before it was used."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepOutcome:
+    """What a step was like.
+
+    Attributes:
+      step_s: from the first weight edge to the end of the last model-stage.
+      stage_s: of each model-stage in all its calls.
+      peak_bytes: of the fullest device, as its programs ask for.
+      used_bytes: the same with what the allocator cannot give away.
+      capacity_bytes: of a device.
+      room_tokens: response tokens that the programs had room for.
+      spans: when each call ran, from the start of the step on.
+    """
+
+    step_s: float
+    stage_s: Mapping[ModelStage, float]
+    peak_bytes: int
+    used_bytes: int
+    capacity_bytes: int
+    room_tokens: int
+    spans: tuple[Span, ...] = dataclasses.field(repr=False)
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether the step did not fit, and broke off."""
+        return self.used_bytes > self.capacity_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class SimulatedCluster:
+    """Nodes with a job on them.
+
+    Attributes:
+      problem: the job; of its workload the rows, minibatches and epochs count.
+      nodes: of the cluster.
+      seed: draws what differs between nodes and moments.
+      truth: what is reached of the hardware.
+    """
+
+    problem: PlanProblem
+    nodes: int
+    seed: int
+    truth: Truth = dataclasses.field(default_factory=load_truth)
+
+    @property
+    def devices_per_node(self) -> int:
+        """Of every node."""
+        return self.problem.hardware.devices_per_node
+
+    @functools.cached_property
+    def pool(self) -> DevicePool:
+        """All devices; a device's host is its node."""
+        return DevicePool.uniform(self.nodes, self.devices_per_node, self.problem.hardware.name)
+
+    def devices_of(self, nodes: tuple[int, ...]) -> tuple[DeviceId, ...]:
+        """Of some nodes."""
+        return tuple(DeviceId(n, i) for n in nodes for i in range(self.devices_per_node))
+
+    @functools.cached_property
+    def conditions(self) -> Conditions:
+        """Of its nodes over time."""
+        return Conditions(
+            scatter=self.truth.scatter,
+            nodes=self.nodes,
+            devices_per_node=self.devices_per_node,
+            seed=self.seed,
+        )
+
+    def place(self, device: DeviceId) -> int:
+        """Of a device among all of them."""
+        return device.host * self.devices_per_node + device.index
+
+    @functools.cached_property
+    def _memory_problem(self) -> PlanProblem:
+        """The job with the memory that programs really need."""
+        rng = np.random.default_rng([self.seed, MEMORY_TAG])
+        std = self.truth.memory.temporaries_std
+        drawn = np.clip(rng.standard_normal(len(Stage)), -MOST_SIGMAS, MOST_SIGMAS)
+        factors = {s: math.exp(std * float(x)) for s, x in zip(Stage, drawn, strict=True)}
+        memory = dataclasses.replace(self.problem.memory, corrections=factors)
+        return dataclasses.replace(self.problem, memory=memory)
+
+    def run_step(
+        self,
+        plan: ExecutionPlan,
+        rows: StepRows,
+        *,
+        step: int,
+        time_s: float,
+        plan_steps: int,
+        slowdown: float = 1.0,
+        known: Known | None = None,
+    ) -> StepOutcome:
+        """One step.
+
+        Args:
+          plan: that runs.
+          rows: of the step.
+          step: its number.
+          time_s: when it starts.
+          plan_steps: that the plan has run since it came, or since the job started.
+          slowdown: of everything, by what runs beside it.
+          known: seconds of calls of the same step at the same time, which are added to: plans that
+            are compared differ in few model-stages.
+        """
+        known = {} if known is None else known
+        problem, workflow = self.problem, self.problem.workflow
+        room = self.room_tokens(rows)
+        factors = self.conditions.device_factors(step, time_s)
+        network = self.conditions.network(time_s)
+        call_s: dict[ModelStage, float] = {}
+        positions: dict[ModelStage, list[int]] = {}
+        for stage in workflow.model_stages:
+            placement = plan.plan[stage]
+            used = self._places(placement)
+            key = stage, placement, plan.choices[stage]
+            if key not in known:
+                known[key] = self._call_s(plan, stage, rows, room, factors[used], network)
+            noise = self.conditions.stage_factor(step, stage)
+            call_s[stage] = slowdown * noise * known[key]
+            positions[stage] = used.tolist()
+        stage_s = {s: x * problem.calls(s) for s, x in call_s.items()}
+        parked = {
+            s: x + self._park_s(plan, s) / max(problem.calls(s), 1) for s, x in call_s.items()
+        }
+        edges = {e: self._edge_s(plan, e, network) for e in workflow.weight_edges}
+        cost = step_seconds(workflow, parked, positions, edges, step=step)
+        needed = self.peak_bytes(plan, rows, room)
+        share = 1.0 - math.exp(-plan_steps / self.truth.memory.fragmentation_steps)
+        return StepOutcome(
+            step_s=cost.step_s,
+            stage_s=stage_s,
+            peak_bytes=int(needed),
+            used_bytes=int(needed * (1.0 + self.truth.memory.fragmentation * share)),
+            capacity_bytes=problem.hardware.memory_bytes,
+            room_tokens=room,
+            spans=cost.spans,
+        )
+
+    def room_tokens(self, rows: StepRows) -> int:
+        """That the programs of a step have room for."""
+        longest = int(rows.responses.max())
+        room = -(-longest // ROOM_TOKENS) * ROOM_TOKENS
+        return max(min(room, self.problem.workload.max_response_tokens), longest)
+
+    def workload_of(self, rows: StepRows, margin: float = 1.0) -> Workload:
+        """The work of a step, with room for responses that are longer by a factor."""
+        template = self.problem.workload
+        responses = LengthHistogram.from_samples(int(x) for x in rows.responses)
+        room = max(int(rows.responses.max() * margin), responses.max)
+        return dataclasses.replace(
+            template,
+            prompt_lengths=LengthHistogram.from_samples(int(x) for x in rows.prompts),
+            response_lengths=responses,
+            max_response_tokens=max(min(room, template.max_response_tokens), responses.max),
+        )
+
+    def peak_bytes(self, plan: ExecutionPlan, rows: StepRows, room: int) -> float:
+        """Of the fullest device, before fragmentation."""
+        problem, prompt = self._memory_problem, int(rows.prompts.max())
+        key = room, prompt
+        known = self._known_peaks.setdefault(id(plan), (plan, {}))[1]
+        if key not in known:  # a plan runs many steps that have the same room
+            workload = dataclasses.replace(
+                problem.workload,
+                prompt_lengths=LengthHistogram.constant(prompt),
+                response_lengths=LengthHistogram.constant(room),
+                max_response_tokens=room,
+            )
+            needed = plan_bytes(dataclasses.replace(problem, workload=workload), plan)
+            known[key] = needed + problem.memory.reserved_bytes
+        return known[key]
+
+    @functools.cached_property
+    def _known_peaks(self) -> dict[int, tuple[ExecutionPlan, dict[tuple[int, int], float]]]:
+        """By the identity of a plan, which is held so that it stays its own."""
+        return {}
+
+    def _places(self, placement: Placement) -> NDArray[np.int64]:
+        return np.array([self.place(d) for d in placement.devices])
+
+    def device(self, placement: Placement, network: float) -> Device:
+        """One of a placement."""
+        node = group_node_size(placement, _host, self.devices_per_node)
+        return Device(
+            hardware=self.problem.hardware,
+            truth=self.truth,
+            dtype=self.problem.compute_dtype,
+            devices_per_node=node,
+            network=network,
+        )
+
+    def stage_run(
+        self, plan: ExecutionPlan, stage: ModelStage, rows: StepRows, room: int
+    ) -> StageRun:
+        """How a model-stage runs a step."""
+        p, layout = self.problem, plan.plan[stage].layout
+        c = candidates_of(p.workload, [stage], plan)
+        return StageRun(
+            sizes=ModelSizes.of(p.models[stage.role], p.head(stage)),
+            train=stage.stage is Stage.TRAIN,
+            layout=layout,
+            microbatch_size=int(c.microbatch_size[0]),
+            flush=int(c.microbatches[0]),
+            remat=bool(c.remat[0]),
+            zero1=bool(c.zero1[0]),
+            execution=OUR_ENGINES,
+            minibatch_size=p.workload.minibatch_size,
+            epochs=p.workload.epochs,
+            room_tokens=room,
+            prompt_tokens=int(rows.prompts.max()),
+        )
+
+    def _call_s(
+        self,
+        plan: ExecutionPlan,
+        stage: ModelStage,
+        rows: StepRows,
+        room: int,
+        factors: Floats,
+        network: float,
+    ) -> float:
+        """Seconds of one call, without the noise of the whole model-stage."""
+        run = self.stage_run(plan, stage, rows, room)
+        layout = run.layout
+        slow = factors.reshape(layout.dp, layout.pp, layout.tp).max(axis=2)
+        device = self.device(plan.plan[stage], network)
+        if stage.stage is Stage.GENERATE:
+            return generate_s(run, device, rows, slow)
+        return (train_s if run.train else score_s)(run, device, rows, slow)
+
+    def _edge_s(self, plan: ExecutionPlan, edge: WeightEdge, network: float) -> float:
+        """Every device of the target receives what it lacks of its part."""
+        p, layout = self.problem, plan.plan[edge.target].layout
+        model_bytes = p.models[edge.target.role].num_params(p.head(edge.target))
+        own = model_bytes * DTYPE_BYTES[p.compute_dtype] / (layout.pp * layout.tp)
+        hosts = {d.host for s in (edge.source, edge.target) for d in plan.plan[s].devices}
+        device = self.device(plan.plan[edge.target], network)
+        return float(device.send(own, crosses_nodes=len(hosts) > 1))
+
+    def _park_s(self, plan: ExecutionPlan, stage: ModelStage) -> float:
+        """Of bringing a parked model-stage back from its host, and away again where it changed."""
+        if not plan.choices[stage].parked:
+            return 0.0
+        p, layout = self.problem, plan.plan[stage].layout
+        train = stage.stage is Stage.TRAIN
+        each = 3 * DTYPE_BYTES[p.param_dtype] if train else DTYPE_BYTES[p.compute_dtype]
+        own = each * p.models[stage.role].num_params(p.head(stage)) / (layout.pp * layout.tp)
+        one = self.device(plan.plan[stage], 1.0).host_copy(own)
+        return (2 if train else 1) * one
+
+
+def _host(device: DeviceId) -> int:
+    return device.host

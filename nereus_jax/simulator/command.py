@@ -1,0 +1,229 @@
+"""What `nereus simulate` does; it loads no jax."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from nereus_jax.config.simulation import SimulationConfig, load_simulation
+from nereus_jax.core.architectures import DecoderConfig
+from nereus_jax.core.errors import ConfigError, StorageError
+from nereus_jax.core.roles import Role
+from nereus_jax.core.workflow import ALGORITHMS, policy_gradient
+from nereus_jax.planning.hardware import load_hardware
+from nereus_jax.planning.search_problem import PlanProblem
+from nereus_jax.planning.workload import LengthHistogram, Workload
+from nereus_jax.simulator.compare import check_policies, compare
+from nereus_jax.simulator.ledger import RunResult
+from nereus_jax.simulator.lengths import read_lengths, read_shape
+from nereus_jax.simulator.scenario import Scenario
+from nereus_jax.simulator.setup import make_scenario
+from nereus_jax.simulator.supply import Supply, constant_supply, read_supply
+from nereus_jax.simulator.traces import (
+    DriftTrace,
+    drift_trace,
+    lognormal_shape,
+    synthetic_lengths,
+    synthetic_supply,
+)
+
+SYNTHETIC_GAP_S = 600.0
+"""From one change of a synthetic supply to the next, at least."""
+FOREVER_S = 1e9
+
+
+def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `nereus simulate`."""
+    add = parser.add_argument
+    add("--config", required=True, metavar="FILE[:ARG]", help="a file with get_config()")
+    add(
+        "--policy",
+        default="all",
+        metavar="NAME[,NAME]",
+        help="static, dp_only, any_gain, every_k[=K], payback[=GAMMA], oracle, openrlhf_like, "
+        "verl_like, dynarl_like, checkpoint_restart; all: the first six; default all",
+    )
+    add("--seeds", type=int, default=1, metavar="N", help="runs of each policy; default 1")
+    add("--json", type=Path, metavar="FILE", help="write the figures")
+    add(
+        "--workdir",
+        type=Path,
+        metavar="DIR",
+        help="write figures.json and, for every run, its decisions.jsonl and steps.jsonl",
+    )
+
+
+def run_simulate(
+    arguments: argparse.Namespace,
+    overrides: Sequence[str],
+    model: Callable[[str], DecoderConfig],
+) -> int:
+    """Runs policies through a simulation, and prints how they compare.
+
+    Args:
+      arguments: as `add_simulate_arguments` has them.
+      overrides: keys of the configuration, as texts.
+      model: the sizes of a model by name.
+
+    Raises:
+      ConfigError: an argument, a key or a trace is not possible.
+      InfeasiblePlanError: the first step fits no plan.
+    """
+    if arguments.seeds < 1:
+        raise ConfigError(f"--seeds must be at least 1, got {arguments.seeds}")
+    policies = check_policies([p for p in arguments.policy.split(",") if p])
+    config = load_simulation(arguments.config, overrides)
+    sizes = model(config.model)
+    seeds = range(config.seed, config.seed + arguments.seeds)
+    done: list[RunResult] = []
+
+    def progress(run: RunResult) -> None:
+        done.append(run)
+        print(
+            f"seed {run.seed} {run.policy:18} {run.mean_step_s:8.1f} s/step (simulated)",
+            file=sys.stderr,
+        )
+
+    found = compare(lambda seed: scenario_of(config, sizes, seed), policies, seeds, progress)
+    print(found.table(), end="")
+    text = json.dumps(found.to_json(), indent=1) + "\n"
+    if arguments.json:
+        _write(arguments.json.expanduser(), text)
+    if arguments.workdir:
+        _write_runs(arguments.workdir.expanduser(), text, done)
+    return 0
+
+
+def scenario_of(config: SimulationConfig, model: DecoderConfig, seed: int) -> Scenario:
+    """The job, its cluster and its trace.
+
+    Raises:
+      ConfigError: a trace cannot be read, or does not fit.
+    """
+    return make_scenario(
+        problem_of(config, model),
+        trace_of(config, seed),
+        config.nodes,
+        seed,
+        checkpoint_every=config.checkpoint_every,
+    )
+
+
+def problem_of(config: SimulationConfig, model: DecoderConfig) -> PlanProblem:
+    """The job."""
+    if ALGORITHMS[config.algorithm].grouped and config.samples < 2:
+        raise ConfigError(
+            f"samples must be at least 2 for {config.algorithm}, whose baseline is the other "
+            f"responses to a prompt; got {config.samples}"
+        )
+    hardware = load_hardware(config.hardware)
+    if "bfloat16" not in hardware.peak_flops_per_s:
+        raise ConfigError(f"hardware {hardware.name} has no peak for bfloat16; use another kind")
+    return PlanProblem(
+        workflow=policy_gradient(
+            config.algorithm,
+            reward_model=config.reward_model,
+            reference=True,
+            recompute_old_logprobs=True,
+        ),
+        models=dict.fromkeys(Role, model),
+        workload=Workload(
+            prompts=config.prompts,
+            samples_per_prompt=config.samples,
+            prompt_lengths=LengthHistogram.constant(config.prompt_tokens),
+            response_lengths=LengthHistogram.constant(config.max_response_tokens),
+            max_response_tokens=config.max_response_tokens,
+            minibatch_size=config.minibatch_size,
+            epochs=config.epochs,
+        ),
+        hardware=hardware,
+        num_devices=config.nodes * hardware.devices_per_node,
+    )
+
+
+def trace_of(config: SimulationConfig, seed: int) -> DriftTrace:
+    """What the run goes through; synthetic parts are drawn by the seed."""
+    if config.lengths == "synthetic":
+        lengths = synthetic_lengths(
+            seed,
+            start_tokens=config.synthetic_start_tokens,
+            end_tokens=config.synthetic_end_tokens,
+            steps=config.steps,
+        )
+    else:
+        lengths = read_lengths(Path(config.lengths).expanduser())
+        stop = config.lengths_stop or lengths.steps[-1]
+        lengths = lengths.cut(max(config.lengths_start, lengths.steps[0]), stop)
+    return drift_trace(
+        _supply(config, seed),
+        lengths.scaled(config.lengths_scale),
+        _tail(config.tail),
+        steps=config.steps,
+        seconds_per_step=config.seconds_per_step,
+        notice_s=config.notice_s,
+    )
+
+
+def _supply(config: SimulationConfig, seed: int) -> Supply:
+    if config.supply == "all":
+        return constant_supply(config.nodes, FOREVER_S)
+    if config.supply == "synthetic":
+        return synthetic_supply(
+            seed,
+            config.nodes,
+            gap_s=2.0 * config.seconds_per_step or SYNTHETIC_GAP_S,
+            least=min(max(config.supply_least_nodes, 1), config.nodes),
+        )
+    supply = read_supply(Path(config.supply).expanduser())
+    wanted = config.supply_start_s + config.steps * config.seconds_per_step
+    stop = config.supply_stop_s or min(max(wanted, config.supply_start_s + 1.0), supply.end_s)
+    supply = supply.cut(config.supply_start_s, stop if config.seconds_per_step else supply.end_s)
+    if config.supply_scale:
+        supply = supply.scaled(config.nodes)
+    return supply.at_least(config.supply_least_nodes)
+
+
+def _tail(text: str) -> LengthHistogram:
+    name, equals, sigma = text.partition("=")
+    if name.strip() != "lognormal" or not equals:
+        return read_shape(Path(text).expanduser())
+    try:
+        return lognormal_shape(float(sigma))
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"tail: lognormal needs a number, got {sigma!r}") from None
+
+
+def _write_runs(directory: Path, figures: str, runs: Sequence[RunResult]) -> None:
+    _write(directory / "figures.json", figures)
+    for run in runs:
+        own = directory / f"{run.policy}-{run.seed}"
+        _write(own / "decisions.jsonl", "".join(json.dumps(d) + "\n" for d in run.decisions))
+        rows = [
+            {
+                "simulated": True,
+                "step": s.step,
+                "start_s": s.start_s,
+                "step_s": s.step_s,
+                "stage_s": dict(s.stage_s),
+                "response_tokens_mean": s.mean_tokens,
+                "response_tokens_longest": s.longest_tokens,
+                "peak_memory_bytes": s.peak_bytes,
+                "devices": len(s.pool),
+                "samples": s.samples,
+            }
+            for s in run.steps
+        ]
+        _write(own / "steps.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror or error}; name another place"
+        ) from error
