@@ -61,11 +61,11 @@ def decode_bytes(terms: Terms, coefficients: Coefficients) -> dict[str, Floats]:
 def _prefill_bytes(terms: Terms, coefficients: Coefficients, position: Ints) -> Floats:
     """What a microbatch of prompts works with."""
     c, model, candidates = coefficients.generate, terms.model, terms.candidates
-    group = -(-candidates.microbatch_size // candidates.pp)
-    rows = np.ones_like(group)
-    most = min(terms.options.prefill_rows, int(group.max(initial=1)))
-    for size in range(2, most + 1):  # the largest divisor of a group's slots
-        rows = np.where(group % size == 0, size, rows)
+    slots = candidates.microbatch_size
+    rows = np.ones_like(slots)
+    most = min(terms.options.prefill_rows, int(slots.max(initial=1)))
+    for size in range(2, most + 1):  # the largest divisor of the slots, as the first rows enter
+        rows = np.where(slots % size == 0, size, rows)
     width = terms.workload.prompt_width
     stream = floats(rows * width * model.embed_dim * terms.item)
     softmaxes = rows * terms.heads * min(width, QUERY_BLOCK)

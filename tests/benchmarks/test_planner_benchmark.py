@@ -91,5 +91,7 @@ def test_quick_run_on_emulated_devices(tmp_path: Path) -> None:
     assert report["points"] == len(report["rows"]) == 12
     assert report["mape_live_least"] <= report["mape_live"] <= report["mape_live_most"]
     assert set(report["by_stage"]) == {"actor-GENERATE", "reference-SCORE", "actor-TRAIN"}
-    assert all(row["measured_s"] > 0 and row["error"] is not None for row in report["rows"])
+    assert all(row["measured_s"] > 0 for row in report["rows"])
+    # With few splits some group is never held out, and its points have no error.
+    assert sum(row["error"] is not None for row in report["rows"]) >= 6
     assert report["mape_live"] < 1.0, "a model that has learned is not off by a factor of two"

@@ -31,7 +31,7 @@ def live_config(trace: Path, *lines: dict[str, Any]) -> Any:
     config.rollout.batch_size, config.algorithm.minibatch_size = 32, 16
     config.train.microbatch_size = 4
     config.eval.every, config.report.tensorboard = 0, False
-    config.control.policy = "any_gain"
+    config.control.policy = "dp_only"  # nothing but the pool makes it look for a plan
     config.control.pool_trace = str(trace)
     return config
 
@@ -61,7 +61,7 @@ def test_a_job_follows_its_pool(tmp_path: Path) -> None:
     first, second = rows_of(workdir, "decisions")
     for decision in (first, second):
         assert decision.keys() >= set(NAMES)
-        assert decision["trigger"] == "pool" and decision["policy"] == "any_gain"
+        assert decision["trigger"] == "pool" and decision["policy"] == "dp_only"
     assert (first["step"], first["verdict"]) == (3, "urgent")
     assert first["transition_s_measured"] > 0
     assert second["verdict"] in ("admit", "keep", "reject")
