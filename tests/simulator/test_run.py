@@ -47,9 +47,8 @@ def test_nothing_happens() -> None:
     plan = first_plan(scenario)
     clock = 0.0
     for step, row in enumerate(result.steps):
-        outcome = scenario.cluster.run_step(
-            plan, scenario.rows(step), step=step, time_s=clock, plan_steps=step
-        )
+        moment = scenario.cluster.moment(scenario.rows(step), step, clock)
+        outcome = scenario.cluster.run_step(plan, moment, step)
         assert row.start_s == clock and row.step_s == pytest.approx(outcome.step_s)
         clock += row.step_s
         if step % 3 == 2:
@@ -89,9 +88,8 @@ def test_devices_are_lost_in_the_middle_of_a_step() -> None:
     assert len(before.pool) == 8 and len(after.pool) == 4
     assert after.start_s > dropped.end_s
     # Half of the step had run: the trace says 2.5.
-    outcome = scenario.cluster.run_step(
-        before.plan, scenario.rows(2), step=2, time_s=dropped.start_s, plan_steps=2
-    )
+    moment = scenario.cluster.moment(scenario.rows(2), 2, dropped.start_s)
+    outcome = scenario.cluster.run_step(before.plan, moment, 2)
     assert dropped.end_s - dropped.start_s == pytest.approx(0.5 * outcome.step_s)
 
 
