@@ -22,7 +22,7 @@ from nereus_jax.core.roles import ModelStage, Stage
 from nereus_jax.core.timeline import Span
 from nereus_jax.core.workflow import WeightEdge
 from nereus_jax.planning.cost import OUR_ENGINES
-from nereus_jax.planning.cost_step import step_seconds
+from nereus_jax.planning.cost_step import StepCost, step_seconds
 from nereus_jax.planning.cost_terms import ModelSizes
 from nereus_jax.planning.plan_price import plan_bytes
 from nereus_jax.planning.predict import candidates_of
@@ -46,6 +46,29 @@ MEMORY_TAG = 5
 MOST_SIGMAS = 2.0
 """Errors of a memory model are no larger than so many standard deviations: its worst case was
 looked at before it was used."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Moment:
+    """What a step meets, whatever its plan.
+
+    Attributes:
+      rows: of the step.
+      step: its number.
+      room_tokens: response tokens that its programs have room for.
+      factors: [devices] seconds of each device over those of a usual one.
+      network: what the network between nodes reaches over what it usually does.
+      slowdown: of everything, by what runs beside it.
+      known: seconds of calls, which are added to: plans that are compared differ in few.
+    """
+
+    rows: StepRows
+    step: int
+    room_tokens: int
+    factors: Floats
+    network: float
+    slowdown: float = 1.0
+    known: Known = dataclasses.field(default_factory=dict[tuple[object, ...], float])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,62 +153,67 @@ class SimulatedCluster:
         memory = dataclasses.replace(self.problem.memory, corrections=factors)
         return dataclasses.replace(self.problem, memory=memory)
 
-    def run_step(
-        self,
-        plan: ExecutionPlan,
-        rows: StepRows,
-        *,
-        step: int,
-        time_s: float,
-        plan_steps: int,
-        slowdown: float = 1.0,
-        known: Known | None = None,
-    ) -> StepOutcome:
+    def moment(self, rows: StepRows, step: int, time_s: float, slowdown: float = 1.0) -> Moment:
+        """The conditions that a step meets.
+
+        Args:
+          rows: of the step.
+          step: its number.
+          time_s: when it starts.
+          slowdown: of everything, by what runs beside it.
+        """
+        return Moment(
+            rows=rows,
+            step=step,
+            room_tokens=self.room_tokens(rows),
+            factors=self.conditions.device_factors(step, time_s),
+            network=self.conditions.network(time_s),
+            slowdown=slowdown,
+        )
+
+    def run_step(self, plan: ExecutionPlan, moment: Moment, plan_steps: int) -> StepOutcome:
         """One step.
 
         Args:
           plan: that runs.
-          rows: of the step.
-          step: its number.
-          time_s: when it starts.
+          moment: what it meets.
           plan_steps: that the plan has run since it came, or since the job started.
-          slowdown: of everything, by what runs beside it.
-          known: seconds of calls of the same step at the same time, which are added to: plans that
-            are compared differ in few model-stages.
         """
-        known = {} if known is None else known
-        problem, workflow = self.problem, self.problem.workflow
-        room = self.room_tokens(rows)
-        factors = self.conditions.device_factors(step, time_s)
-        network = self.conditions.network(time_s)
-        call_s: dict[ModelStage, float] = {}
-        positions: dict[ModelStage, list[int]] = {}
-        for stage in workflow.model_stages:
-            placement = plan.plan[stage]
-            used = self._places(placement)
-            key = stage, placement, plan.choices[stage]
-            if key not in known:
-                known[key] = self._call_s(plan, stage, rows, room, factors[used], network)
-            noise = self.conditions.stage_factor(step, stage)
-            call_s[stage] = slowdown * noise * known[key]
-            positions[stage] = used.tolist()
-        stage_s = {s: x * problem.calls(s) for s, x in call_s.items()}
-        parked = {
-            s: x + self._park_s(plan, s) / max(problem.calls(s), 1) for s, x in call_s.items()
-        }
-        edges = {e: self._edge_s(plan, e, network) for e in workflow.weight_edges}
-        cost = step_seconds(workflow, parked, positions, edges, step=step)
-        needed = self.peak_bytes(plan, rows, room)
+        stage_s, cost = self.time_step(plan, moment)
+        needed = self.peak_bytes(plan, moment.rows, moment.room_tokens)
         share = 1.0 - math.exp(-plan_steps / self.truth.memory.fragmentation_steps)
         return StepOutcome(
             step_s=cost.step_s,
             stage_s=stage_s,
             peak_bytes=int(needed),
             used_bytes=int(needed * (1.0 + self.truth.memory.fragmentation * share)),
-            capacity_bytes=problem.hardware.memory_bytes,
-            room_tokens=room,
+            capacity_bytes=self.problem.hardware.memory_bytes,
+            room_tokens=moment.room_tokens,
             spans=cost.spans,
         )
+
+    def time_step(
+        self, plan: ExecutionPlan, moment: Moment
+    ) -> tuple[Mapping[ModelStage, float], StepCost]:
+        """Seconds of a step, whether its memory suffices or not: of each model-stage in all its
+        calls, and of the whole."""
+        problem, workflow = self.problem, self.problem.workflow
+        call_s: dict[ModelStage, float] = {}
+        positions: dict[ModelStage, list[int]] = {}
+        for stage in workflow.model_stages:
+            key = stage, plan.plan[stage], plan.choices[stage]
+            used = self._places(plan.plan[stage])
+            if key not in moment.known:
+                moment.known[key] = self._call_s(plan, stage, moment, moment.factors[used])
+            noise = self.conditions.stage_factor(moment.step, stage)
+            call_s[stage] = moment.slowdown * noise * moment.known[key]
+            positions[stage] = used.tolist()
+        parked = {
+            s: x + self._park_s(plan, s) / max(problem.calls(s), 1) for s, x in call_s.items()
+        }
+        edges = {e: self._edge_s(plan, e, moment.network) for e in workflow.weight_edges}
+        cost = step_seconds(workflow, parked, positions, edges, step=moment.step)
+        return {s: x * problem.calls(s) for s, x in call_s.items()}, cost
 
     def room_tokens(self, rows: StepRows) -> int:
         """That the programs of a step have room for."""
@@ -265,16 +293,15 @@ class SimulatedCluster:
         self,
         plan: ExecutionPlan,
         stage: ModelStage,
-        rows: StepRows,
-        room: int,
+        moment: Moment,
         factors: Floats,
-        network: float,
     ) -> float:
         """Seconds of one call, without the noise of the whole model-stage."""
-        run = self.stage_run(plan, stage, rows, room)
+        rows = moment.rows
+        run = self.stage_run(plan, stage, rows, moment.room_tokens)
         layout = run.layout
         slow = factors.reshape(layout.dp, layout.pp, layout.tp).max(axis=2)
-        device = self.device(plan.plan[stage], network)
+        device = self.device(plan.plan[stage], moment.network)
         if stage.stage is Stage.GENERATE:
             return generate_s(run, device, rows, slow)
         return (train_s if run.train else score_s)(run, device, rows, slow)

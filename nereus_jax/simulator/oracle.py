@@ -15,7 +15,7 @@ from nereus_jax.control.costs import Beliefs
 from nereus_jax.core.devices import DeviceId, DevicePool
 from nereus_jax.core.events import DevicesJoined, DevicesLost
 from nereus_jax.core.execution_plan import ExecutionPlan
-from nereus_jax.simulator.cluster import Known, StepOutcome
+from nereus_jax.simulator.cluster import StepOutcome
 from nereus_jax.simulator.ledger import Interval, RunResult, Spent, StepRow
 from nereus_jax.simulator.player import Player, PoolEvent
 from nereus_jax.simulator.scenario import Scenario
@@ -24,7 +24,7 @@ from nereus_jax.simulator.stage_run import StepRows
 NAME = "oracle"
 ALIKE = 0.05
 """Steps whose mean and longest response differ by less share a search."""
-SEARCHED = 6
+SEARCHED = 4
 """Plans of a search that are tried."""
 
 
@@ -53,9 +53,8 @@ class _Oracle:
     def __init__(self, scenario: Scenario, shown: list[ExecutionPlan], beliefs: Beliefs) -> None:
         self._scenario, self._beliefs = scenario, beliefs
         self._plans: list[tuple[ExecutionPlan, frozenset[DeviceId]]] = []
-        for plan in shown:
-            self._show(plan)
-        self._searched: set[tuple[object, ...]] = set()
+        self._shown = {self._number(plan) for plan in shown}
+        self._searched: dict[tuple[object, ...], set[int]] = {}
         self._player = Player(scenario.trace, scenario.cluster, scenario.cluster.seed)
         every = scenario.cluster.pool
         self._pool = every.without(set(every.devices) - set(self._player.first))
@@ -88,10 +87,13 @@ class _Oracle:
             beliefs=self._beliefs,
         )
 
-    def _show(self, plan: ExecutionPlan) -> None:
-        if all(plan != p for p, _ in self._plans):
-            devices = {d for p in plan.plan.placements.values() for d in p.devices}
-            self._plans.append((plan, frozenset(devices)))
+    def _number(self, plan: ExecutionPlan) -> int:
+        """Of a plan among all that were seen."""
+        for number, (known, _) in enumerate(self._plans):
+            if plan == known:
+                return number
+        self._plans.append((plan, frozenset(_devices(plan))))
+        return len(self._plans) - 1
 
     def _apply(self, events: list[PoolEvent]) -> None:
         for event in events:
@@ -144,28 +146,28 @@ class _Oracle:
     def _best(self, step: int, rows: StepRows, pool: DevicePool) -> _Best | None:
         if not len(pool):
             return None
-        self._search(rows, pool)
-        there = set(pool.devices)
-        known: Known = {}
-        best: _Best | None = None
-        for plan, devices in self._plans:
-            if not there.issuperset(devices):
-                continue
-            outcome = self._scenario.cluster.run_step(
-                plan, rows, step=step, time_s=self._clock, plan_steps=0, known=known
-            )
-            if not outcome.out_of_memory and (best is None or outcome.step_s < best.outcome.step_s):
-                best = _Best(plan=plan, outcome=outcome)
-        return best
+        numbers = self._shown | self._search(rows, pool)
+        cluster, there = self._scenario.cluster, set(pool.devices)
+        moment = cluster.moment(rows, step, self._clock)
+        timed = [
+            (cluster.time_step(plan, moment)[1].step_s, i)
+            for i, (plan, devices) in enumerate(self._plans)
+            if i in numbers and there.issuperset(devices)
+        ]
+        for _, i in sorted(timed):  # memory takes longer to ask for than seconds
+            plan = self._plans[i][0]
+            outcome = cluster.run_step(plan, moment, 0)
+            if not outcome.out_of_memory:
+                return _Best(plan=plan, outcome=outcome)
+        return None
 
-    def _search(self, rows: StepRows, pool: DevicePool) -> None:
-        """Plans for these rows on this pool, once for rows that are alike."""
+    def _search(self, rows: StepRows, pool: DevicePool) -> set[int]:
+        """Plans for these rows on this pool; one search for rows that are alike."""
         longest = self._scenario.cluster.room_tokens(rows)
         mean = round(math.log(float(rows.responses.mean())) / ALIKE)
         key = pool.devices, mean, round(math.log(longest) / ALIKE)
         if key in self._searched:
-            return
-        self._searched.add(key)
+            return self._searched[key]
         found = self._scenario.costs.candidates(
             self._scenario.cluster.workload_of(rows, longest / float(rows.responses.max())),
             pool,
@@ -173,8 +175,8 @@ class _Oracle:
             current=self._plans[0][0],
             count=SEARCHED,
         )
-        for candidate in found.plans:
-            self._show(candidate.plan)
+        self._searched[key] = {self._number(c.plan) for c in found.plans}
+        return self._searched[key]
 
     def _count(self, step: int, rows: StepRows, best: _Best) -> None:
         outcome = best.outcome

@@ -231,14 +231,9 @@ class _Run:
         rows = self._scenario.rows(self._step)
         self._started_with = self._state.pool
         compiling = self._pending is not None and self._pending.ready_s > self._clock
-        outcome = cluster.run_step(
-            self._plan,
-            rows,
-            step=self._step,
-            time_s=self._clock,
-            plan_steps=self._plan_steps,
-            slowdown=1.0 + cluster.truth.overheads.compile_slowdown * compiling,
-        )
+        slowdown = 1.0 + cluster.truth.overheads.compile_slowdown * compiling
+        moment = cluster.moment(rows, self._step, self._clock, slowdown)
+        outcome = cluster.run_step(self._plan, moment, self._plan_steps)
         if outcome.out_of_memory:
             self._run_out_of_memory(outcome, rows)
             return

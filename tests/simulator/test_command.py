@@ -45,23 +45,23 @@ def test_policies_are_compared(
         [
             "simulate",
             config,
-            "--policy=static,payback,oracle",
+            "--policy=payback,oracle",
             "--seeds=2",
             f"--json={figures}",
             f"--workdir={runs}",
-            "--config.steps=4",
+            "--config.steps=3",
         ]
     )
     assert code == 0
     captured = capsys.readouterr()
     assert "policy (simulated)" in captured.out and "payback" in captured.out
-    assert captured.err.count("(simulated)") == 6
+    assert captured.err.count("(simulated)") == 4
     data = json.loads(figures.read_text())
     assert data["simulated"] is True
-    assert set(data["policies"]) == {"static", "payback", "oracle"}
+    assert set(data["policies"]) == {"payback", "oracle"}
     assert data == json.loads((runs / "figures.json").read_text())
     steps = (runs / "payback-1" / "steps.jsonl").read_text().splitlines()
-    assert [json.loads(s)["step"] for s in steps] == [0, 1, 2, 3]
+    assert [json.loads(s)["step"] for s in steps] == [0, 1, 2]
     for line in (runs / "payback-0" / "decisions.jsonl").read_text().splitlines():
         assert {"step", "trigger", "verdict", "reason"} <= set(json.loads(line))
 

@@ -137,9 +137,8 @@ def possible_nodes(scenario: Scenario, step: int) -> list[set[int]]:
 
 
 def check_spans(scenario: Scenario, plan: ExecutionPlan, step: int) -> None:
-    outcome = scenario.cluster.run_step(
-        plan, scenario.rows(step), step=step, time_s=0.0, plan_steps=0
-    )
+    moment = scenario.cluster.moment(scenario.rows(step), step, 0.0)
+    outcome = scenario.cluster.run_step(plan, moment, 0)
     busy: dict[DeviceId, list[tuple[float, float]]] = {}
     for span in outcome.spans:
         stage = ModelStage.parse(span.name.split(" ")[0])
