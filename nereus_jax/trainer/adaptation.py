@@ -114,9 +114,7 @@ class Adaptation:
 
     def step_finished(self, job: Job, result: StepResult, row: Mapping[str, Any]) -> None:
         """Tells of a step."""
-        programs: dict[str, int] = {}
-        for key, _ in job.programs.items():
-            programs[key.model_stage] = programs.get(key.model_stage, 0) + 1
+        programs = job.num_programs
         same = self.last is not None and self.last[0] == job.execution
         before = self.last[1] if same and self.last is not None else {}
         self.last = job.execution, programs

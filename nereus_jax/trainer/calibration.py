@@ -194,9 +194,7 @@ def make_calibration(job: Job, hardware: Hardware | None = None) -> tuple[Calibr
 def step_facts(job: Job, result: StepResult) -> StepFacts:
     """What calibration is told of a step."""
     rollout: Rollout = result.values["rollout"]
-    programs: dict[str, int] = {}
-    for key, _ in job.programs.items():
-        programs[key.model_stage] = programs.get(key.model_stage, 0) + 1
+    programs = job.num_programs
     spans = {span.name: span.duration_s for span in result.spans}
     stages = [stage for stage in job.plan.placements if str(stage) in spans]
     return StepFacts(

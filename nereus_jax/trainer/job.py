@@ -5,6 +5,7 @@ the plan is found before that.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -131,8 +132,13 @@ class Job:
         return self.config.eval.batch_size or self.config.rollout.batch_size
 
     def with_room(self, room: int) -> "Job":
-        """The same run with programs for responses of so many tokens."""
-        return dataclasses.replace(self, room=room)
+        """The run with programs for responses of so many tokens; itself if it has them."""
+        return self if room == self.room else dataclasses.replace(self, room=room)
+
+    @property
+    def num_programs(self) -> dict[str, int]:
+        """How many programs of each model-stage are compiled, under this plan or others."""
+        return dict(Counter(key.model_stage for key, _ in self.programs.items()))
 
     def sampling(self, temperature: float | None = None) -> SamplingConfig:
         """How responses are drawn: as in training, or at another temperature."""

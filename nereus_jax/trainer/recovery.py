@@ -38,7 +38,13 @@ from nereus_jax.trainer.plan_change import (
     live_hardware,
     plan_change,
 )
-from nereus_jax.trainer.session import Session, go_back, restore_frozen_units, writing
+from nereus_jax.trainer.session import (
+    Session,
+    ask_controller,
+    go_back,
+    restore_frozen_units,
+    writing,
+)
 from nereus_jax.trainer.state import JobState, missing_devices
 from nereus_jax.trainer.verification import state_stages, unit_spec
 
@@ -254,10 +260,7 @@ def _plan_without(session: Session, pool: DevicePool, lost: frozenset[DeviceId])
         return dataclasses.replace(job.execution, plan=surviving_plan(job, pool))
     gone = tuple(sorted(lost & set(job.world.pool.devices)))
     adaptation.tell(DevicesLost(time_s=adaptation.time_s, devices=gone))
-    decision, records = adaptation.decide()
-    with writing(session):
-        for record in records:
-            session.outputs.decision(record)
+    decision = ask_controller(session, adaptation)
     if isinstance(decision, Halt):
         raise DevicesLostError(decision.reason)
     return decision.target if isinstance(decision, Transition) else job.execution

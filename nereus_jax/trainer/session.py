@@ -9,6 +9,7 @@ from typing import Any
 
 from nereus_jax.config import RunConfig, fingerprint
 from nereus_jax.core.errors import ConfigError, DevicesLostError, StorageError
+from nereus_jax.core.events import Decision
 from nereus_jax.core.roles import ACTOR_TRAIN, CRITIC_TRAIN, ModelStage
 from nereus_jax.runtime import host
 from nereus_jax.runtime.checkpoint_files import CHECKPOINTS
@@ -263,3 +264,12 @@ def writing(session: Session) -> Iterator[None]:
                 ) from error
     except StorageError as error:
         raise StorageError(f"{error}; {last_good(session)}") from error
+
+
+def ask_controller(session: Session, adaptation: Adaptation) -> Decision:
+    """What the controller decides, its records written; the same on every process."""
+    decision, records = adaptation.decide()
+    with writing(session):
+        for record in records:
+            session.outputs.decision(record)
+    return decision

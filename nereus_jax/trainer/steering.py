@@ -10,7 +10,7 @@ from nereus_jax.trainer.adaptation import Adaptation
 from nereus_jax.trainer.footprint import check_memory, stage_bytes
 from nereus_jax.trainer.job import make_job
 from nereus_jax.trainer.plan_change import plan_change
-from nereus_jax.trainer.session import Session, save, writing
+from nereus_jax.trainer.session import Session, ask_controller, save
 from nereus_jax.trainer.state import JobState
 
 
@@ -28,10 +28,7 @@ def steer(session: Session, state: JobState) -> str:
         return ""
     for change in adaptation.due(state.counters.step):
         _play(session, state, adaptation, change)
-    decision, records = adaptation.decide()
-    with writing(session):
-        for record in records:
-            session.outputs.decision(record)
+    decision = ask_controller(session, adaptation)
     if isinstance(decision, Halt):
         if decision.checkpoint:
             save(session, state)
