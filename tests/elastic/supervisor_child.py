@@ -71,7 +71,10 @@ def worker(directory: str, slot: str, *arguments: str) -> int:
         time.sleep(0.02)
         step += 1
         if told.process_id == 0:
-            (checkpoints / str(step)).mkdir()
+            try:
+                (checkpoints / str(step)).mkdir()
+            except FileExistsError:  # it was silent, and the others went on: its supervisor ends it
+                signal.pause()
         else:
             while not (checkpoints / str(step)).exists():
                 time.sleep(0.01)

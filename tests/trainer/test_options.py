@@ -89,6 +89,11 @@ def test_bfloat16_corrected_zero1_remat_and_an_adaptive_kl_in_the_loss(tmp_path:
         "pp": 2,
         "tp": 2,
         "devices": [f"0:{i}" for i in range(8)],
+        "microbatch_size": 2,
+        "microbatches": 0,
+        "remat": True,
+        "zero1": True,
+        "parked": False,
     }
 
 
