@@ -109,6 +109,8 @@ class Measured:
         ours, tunix = list(OURS_LAYOUTS), list(TUNIX_LAYOUTS)
         if arguments.quick:
             ours, tunix = ours[:1], tunix[:1]
+        if arguments.one_device:
+            ours, tunix = [], []
         self.names = ["matmul peak", "ours single"]
         self.names += [f"tunix {name}" for name in TUNIX_MICRO_BATCHES] if self._tunix else []
         self.names += ["trl"] if self._trl else []
@@ -186,6 +188,7 @@ def main() -> None:
     parser.add_argument("--trl-python", help="interpreter that has trl; it is measured")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--one-device", action="store_true", help="nothing on 8 devices")
     parser.add_argument("--quick", action="store_true", help="small: a minute, for a test")
     arguments = parser.parse_args()
     if arguments.steps < UNSTEADY + 2:
