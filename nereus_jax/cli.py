@@ -17,7 +17,13 @@ from typing import NoReturn
 
 from nereus_jax.config import RunConfig, load_config_file, parse_config
 from nereus_jax.core.architectures import DecoderConfig
-from nereus_jax.core.errors import ConfigError, DevicesLostError, NereusError, WorldError
+from nereus_jax.core.errors import (
+    ConfigError,
+    DeviceFullError,
+    DevicesLostError,
+    NereusError,
+    WorldError,
+)
 from nereus_jax.core.plan import Plan
 from nereus_jax.core.presets import PRESETS, preset
 from nereus_jax.elastic.exit_codes import FAILED, INTERRUPTED
@@ -167,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except NereusError as error:
         print(f"nereus: error: {_one_line(error)}", file=sys.stderr)
-        if isinstance(error, WorldError | DevicesLostError):
+        if isinstance(error, WorldError | DevicesLostError | DeviceFullError):
             _end_alone(error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:

@@ -18,10 +18,10 @@ from nereus_jax.core.presets import preset
 from nereus_jax.core.roles import Role
 from nereus_jax.core.workflow import policy_gradient
 from nereus_jax.planning.hardware import load_hardware
+from nereus_jax.planning.length_traces import read_lengths, read_shape
 from nereus_jax.planning.search_problem import PlanProblem
 from nereus_jax.planning.workload import LengthHistogram, Workload
 from nereus_jax.simulator.compare import ALL, Comparison, compare
-from nereus_jax.simulator.lengths import read_lengths, read_shape
 from nereus_jax.simulator.setup import make_scenario
 from nereus_jax.simulator.supply import Supply, read_supply
 from nereus_jax.simulator.traces import DriftTrace, drift_trace

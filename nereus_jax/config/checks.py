@@ -203,6 +203,12 @@ def _check_rollout(config: RunConfig) -> None:
     )
     _check_kv_cache(config)
     _check_room(config)
+    if rollout.length_trace:
+        _require(
+            rollout.source == "live",
+            "rollout.length_trace is for responses that are generated, got "
+            "rollout.source='recorded', whose lengths are recorded too; drop one of them",
+        )
     if rollout.source == "recorded":
         _require(
             bool(rollout.recorded_dir),

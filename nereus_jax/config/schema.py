@@ -164,6 +164,13 @@ class RolloutConfig:
     """Strings that end a response, each one token of the tokenizer."""
     ignore_eos: bool = False
     """Whether every response goes on to its maximum, as in measurements of speed."""
+    length_trace: str = ""
+    """Mean response lengths by step, START:END:STEPS or a CSV file with
+    step,mean_response_length: responses end where it says and not at an end token, to try a run
+    whose responses grow. Empty: none."""
+    length_shape: str = "lognormal=0.5"
+    """How the lengths of a batch lie around that mean: lognormal=SIGMA, or a file of a
+    histogram."""
     source: Literal["live", "recorded"] = "live"
     """live: generate; recorded: replay the files of `recorded_dir`."""
     record: bool = False

@@ -71,6 +71,10 @@ class OutOfMemoryError(NereusError, MemoryError):
     """A device has no memory for what the running job needs now."""
 
 
+class DeviceFullError(OutOfMemoryError):
+    """A device refused a program for want of memory; other processes may not know of it."""
+
+
 class RewardError(NereusError, RuntimeError):
     """The reward function raised, or did not return one finite number per sample."""
 

@@ -1,4 +1,4 @@
-"""Lost devices: the one place where the backend's errors are read.
+"""Lost devices, full devices: the one place where the backend's errors are read.
 
 A device that is gone takes its buffers with it; what stands on the others is whole. A program that
 was given a lost buffer must never be launched (on a CPU it would crash the process), so state is
@@ -11,11 +11,13 @@ from contextlib import contextmanager
 import jax
 
 from nereus_jax.core.devices import DeviceId
-from nereus_jax.core.errors import DevicesLostError, NereusError, WorldError
+from nereus_jax.core.errors import DeviceFullError, DevicesLostError, NereusError, WorldError
 from nereus_jax.runtime import host
 from nereus_jax.runtime.blocks import BlockViews
 from nereus_jax.runtime.world import World
 
+FULL = "RESOURCE_EXHAUSTED"
+"""What the error of a device says that has no memory left."""
 GONE = ("INTERNAL", "UNAVAILABLE", "DATA_LOSS", "ABORTED", "deleted", "unhealthy", "disconnected")
 """What errors of a lost device say; each is followed by a look at the devices."""
 BROKEN = ("gloo", "nccl", "coordination", "connection", "socket closed", "preempted")
@@ -65,7 +67,8 @@ def check_devices(world: World, arrays: Iterable[jax.Array], views: BlockViews) 
 def watch(
     world: World, missing: Callable[[], frozenset[DeviceId]] = frozenset[DeviceId]
 ) -> Iterator[None]:
-    """Turns an error of the backend into DevicesLostError where devices are gone.
+    """Turns an error of the backend into DeviceFullError, or into DevicesLostError where devices
+    are gone.
 
     Other errors pass: a program that is wrong is no lost device.
 
@@ -78,6 +81,11 @@ def watch(
     except NereusError:
         raise
     except RuntimeError as error:  # JaxRuntimeError, and what jax says of a deleted array
+        if FULL in str(error):
+            raise DeviceFullError(
+                f"a device has no memory left: {' '.join(str(error).split())}; use more devices, a "
+                f"smaller microbatch, remat or zero1"
+            ) from error
         if not any(word in str(error) for word in GONE):
             raise
         lost = probe(world) | missing()

@@ -3,12 +3,13 @@ cost."""
 
 import dataclasses
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from nereus_jax.runtime.compile_queue import CompileCost, CompileQueue, Compiling, compile_now
 from nereus_jax.runtime.emu import Site
+from nereus_jax.runtime.ledger import MemoryLedger
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -64,27 +65,48 @@ class Program:
     temp_bytes: int
     alias_bytes: int
 
+    @property
+    def extra_bytes(self) -> int:
+        """Per device, what it needs beside its arguments: an output that takes over no argument's
+        memory exists beside them."""
+        return self.temp_bytes + max(self.output_bytes - self.alias_bytes, 0)
+
 
 Recipe = tuple[ProgramKey, Callable[[], jax.stages.Lowered]]
 """What a program depends on, and how it is lowered."""
 
 
 class ProgramCache:
-    """Compiled programs of a job: `get` compiles on the first use, `prefetch` ahead of it."""
+    """Compiled programs of a job: `get` compiles on the first use, `prefetch` ahead of it.
 
-    def __init__(self) -> None:
+    Attributes:
+      ledger: where each run is entered.
+    """
+
+    def __init__(self, budget_bytes: int = 0) -> None:
+        """Makes an empty cache.
+
+        Args:
+          budget_bytes: that a device may have; 0: as much as there is.
+        """
+        self.ledger = MemoryLedger(budget_bytes=budget_bytes)
         self._programs: dict[ProgramKey, Compiling[Program]] = {}
-        self._wanted: set[ProgramKey] = set()
 
-    def start_step(self) -> None:
-        """From now on `largest_temp_bytes` is of what is wanted from now on."""
-        self._wanted.clear()
+    def run(self, recipe: Recipe, *arguments: Any) -> Any:
+        """Launches the program of a recipe.
+
+        Raises:
+          JaxRuntimeError: a device has no memory for it.
+        """
+        program, key = self.get(*recipe), recipe[0]
+        name = f"{key.name} of {key.model_stage}"
+        self.ledger.launch(name, key.devices, program.extra_bytes)
+        return program.run(*arguments)
 
     def get(self, key: ProgramKey, lower: Callable[[], jax.stages.Lowered]) -> Program:
         """The program of this key; lowered by `lower` and compiled if it is not there yet."""
         if key not in self._programs:
             self._programs[key] = compile_now(lambda: _compile(lower))
-        self._wanted.add(key)
         return self._programs[key].result()
 
     def has(self, key: ProgramKey) -> bool:
@@ -106,14 +128,6 @@ class ProgramCache:
     def costs(self) -> tuple[CompileCost, ...]:
         """What each compilation cost so far."""
         return tuple(p.cost for p in self._programs.values())
-
-    @property
-    def largest_temp_bytes(self) -> int:
-        """The largest temporary of a program that was asked for since the step began, per device.
-
-        Programs of other plans, and those that are compiled ahead, do not count.
-        """
-        return max((self._programs[key].result().temp_bytes for key in self._wanted), default=0)
 
 
 def _compile(lower: Callable[[], jax.stages.Lowered]) -> Program:

@@ -12,18 +12,17 @@ from nereus_jax.core.errors import ConfigError, StorageError
 from nereus_jax.core.roles import Role
 from nereus_jax.core.workflow import ALGORITHMS, policy_gradient
 from nereus_jax.planning.hardware import load_hardware
+from nereus_jax.planning.length_traces import parse_shape, read_lengths
 from nereus_jax.planning.search_problem import PlanProblem
 from nereus_jax.planning.workload import LengthHistogram, Workload
 from nereus_jax.simulator.compare import check_policies, compare
 from nereus_jax.simulator.ledger import RunResult
-from nereus_jax.simulator.lengths import read_lengths, read_shape
 from nereus_jax.simulator.scenario import Scenario
 from nereus_jax.simulator.setup import make_scenario
 from nereus_jax.simulator.supply import Supply, constant_supply, read_supply
 from nereus_jax.simulator.traces import (
     DriftTrace,
     drift_trace,
-    lognormal_shape,
     synthetic_lengths,
     synthetic_supply,
 )
@@ -158,7 +157,7 @@ def trace_of(config: SimulationConfig, seed: int) -> DriftTrace:
     return drift_trace(
         _supply(config, seed),
         lengths.scaled(config.lengths_scale),
-        _tail(config.tail),
+        parse_shape(config.tail),
         steps=config.steps,
         seconds_per_step=config.seconds_per_step,
         notice_s=config.notice_s,
@@ -182,18 +181,6 @@ def _supply(config: SimulationConfig, seed: int) -> Supply:
     if config.supply_scale:
         supply = supply.scaled(config.nodes)
     return supply.at_least(config.supply_least_nodes)
-
-
-def _tail(text: str) -> LengthHistogram:
-    name, equals, sigma = text.partition("=")
-    if name.strip() != "lognormal" or not equals:
-        return read_shape(Path(text).expanduser())
-    try:
-        return lognormal_shape(float(sigma))
-    except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"tail: lognormal needs a number, got {sigma!r}") from None
 
 
 def _write_runs(directory: Path, figures: str, runs: Sequence[RunResult]) -> None:

@@ -10,8 +10,8 @@ from nereus_jax.control.planner_costs import PlannerCosts
 from nereus_jax.control.settings import ControllerSettings
 from nereus_jax.control.state import ControllerState
 from nereus_jax.core.execution_plan import ExecutionPlan
+from nereus_jax.planning.length_traces import draw_lengths
 from nereus_jax.simulator.cluster import SimulatedCluster
-from nereus_jax.simulator.lengths import draw_lengths
 from nereus_jax.simulator.stage_run import StepRows
 from nereus_jax.simulator.traces import LENGTH_TAG, DriftTrace
 

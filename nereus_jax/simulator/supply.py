@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nereus_jax.core.errors import ConfigError
+from nereus_jax.planning.length_traces import read_text
 
 FORMATS = (
     'JSON with counts, {"metadata": {"gap_seconds": 300}, "data": [16, 12, ...]}, or CSV events, '
@@ -127,19 +128,6 @@ def read_supply(path: str | Path) -> Supply:
     if text.lstrip().startswith("{"):
         return _from_counts(path, text, lines[0])
     return _from_events(path, lines)
-
-
-def read_text(path: Path) -> str:
-    """The content of a trace file.
-
-    Raises:
-      ConfigError: it cannot be read.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"trace: {path} cannot be read: {reason}; give another path") from None
 
 
 def _unknown(path: Path, line: int, text: str, why: str) -> ConfigError:

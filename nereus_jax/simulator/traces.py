@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nereus_jax.core.errors import ConfigError
+from nereus_jax.planning.length_traces import LengthCurve, relative
 from nereus_jax.planning.workload import LengthHistogram
-from nereus_jax.simulator.lengths import LengthCurve, relative
 from nereus_jax.simulator.supply import Supply, constant_supply
 
 Floats = NDArray[np.float64]
@@ -238,18 +238,3 @@ def synthetic_lengths(
         steps=tuple(float(i) for i in range(steps)),
         mean_tokens=tuple(float(x) for x in means),
     )
-
-
-def lognormal_shape(sigma: float) -> LengthHistogram:
-    """Lengths whose logarithm is normal: the long tail in one number.
-
-    Args:
-      sigma: standard deviation of the logarithm; 1.2 has p95 / p50 = 7.2, as the outputs of a
-        reasoning model's traffic (alibaba/ServeGen, deepseek-r1).
-    """
-    if not 0.0 <= sigma < math.inf:
-        raise ConfigError(f"lognormal shape: sigma must be at least 0, got {sigma:g}")
-    rng = np.random.default_rng(0)
-    values = np.exp(sigma * rng.standard_normal(1 << 14))
-    quantiles = np.quantile(values, (np.arange(512) + 0.5) / 512)
-    return LengthHistogram.from_samples(int(x) for x in np.round(1000.0 * quantiles))

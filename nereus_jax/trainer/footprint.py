@@ -47,9 +47,8 @@ def stage_bytes(job: Job) -> dict[ModelStage, StageBytes]:
     for key, program in job.programs.items():
         if not _belongs(job, key):
             continue
-        # Outputs that take over no argument's memory exist beside the arguments.
-        extra = program.temp_bytes + max(program.output_bytes - program.alias_bytes, 0)
-        temporaries[key.model_stage] = max(temporaries.get(key.model_stage, 0), extra)
+        needs = max(temporaries.get(key.model_stage, 0), program.extra_bytes)
+        temporaries[key.model_stage] = needs
     for edge in job.workflow.weight_edges:
         needs = edge_temp_bytes(job.edges[edge.target])
         for stage in (edge.source, edge.target):

@@ -34,6 +34,7 @@ from nereus_jax.data.records import RecordSchema
 from nereus_jax.data.tokenizers import CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
 from nereus_jax.models import huggingface
 from nereus_jax.models.sampling import SamplingConfig
+from nereus_jax.planning.length_traces import LengthTrace, parse_curve, parse_shape
 from nereus_jax.rl.objectives import (
     Objective,
     PolicyObjective,
@@ -68,6 +69,7 @@ class Inputs:
     model: DecoderConfig
     reward_model: DecoderConfig | None
     stop_ids: tuple[int, ...]
+    lengths: LengthTrace | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,10 +97,11 @@ class Job:
         return self.execution.plan
 
     @property
-    def largest_temp_bytes(self) -> int:
-        """The largest temporary of a program of this step, or of a transfer, on a device."""
+    def peak_memory_bytes(self) -> int:
+        """Most bytes at a time on a device in this step: state, and a program or a transfer."""
+        ledger = self.programs.ledger
         edges = [edge_temp_bytes(edge) for edge in self.edges.values()]
-        return max(self.programs.largest_temp_bytes, *edges, 0)
+        return max(ledger.peak_bytes, max(ledger.held.values(), default=0) + max(edges, default=0))
 
     @property
     def compile_cost(self) -> dict[str, float]:
@@ -147,7 +150,7 @@ class Job:
             temperature=rollout.temperature if temperature is None else temperature,
             top_k=rollout.top_k,
             top_p=rollout.top_p,
-            stop_ids=() if rollout.ignore_eos else self.inputs.stop_ids,
+            stop_ids=() if rollout.ignore_eos or self.inputs.lengths else self.inputs.stop_ids,
             pad_id=self.inputs.tokenizer.pad_id,
             max_tokens=self.room,
         )
@@ -175,6 +178,17 @@ def read_inputs(config: RunConfig) -> Inputs:
         model=model,
         reward_model=reward_model,
         stop_ids=_stop_ids(config, tokenizer),
+        lengths=_length_trace(config),
+    )
+
+
+def _length_trace(config: RunConfig) -> LengthTrace | None:
+    settings = config.rollout
+    if not settings.length_trace:
+        return None
+    return LengthTrace(
+        curve=parse_curve(settings.length_trace),
+        shape=parse_shape(settings.length_shape),
     )
 
 
@@ -304,7 +318,8 @@ def make_job(
     """
     if execution is None:
         execution = plan_maker(config, inputs, world).first()
-    programs = ProgramCache() if programs is None else programs
+    if programs is None:
+        programs = ProgramCache(int(config.device_memory_gib * 2**30))
     sites = {
         stage: make_site(world, stage, placement, _decoder(inputs, stage).num_kv_heads)
         for stage, placement in execution.plan.placements.items()

@@ -12,6 +12,7 @@ from types import FrameType
 from nereus_jax.config import RunConfig, fingerprint
 from nereus_jax.core.errors import (
     DataError,
+    DeviceFullError,
     DevicesLostError,
     DivergenceError,
     OutOfMemoryError,
@@ -103,7 +104,9 @@ def _run(session: Session, state: JobState, interrupted: threading.Event) -> Non
     try:
         last_words = _run_steps(session, state, interrupted)
     except (RewardError, DataError, OutOfMemoryError) as error:
-        save(session, state)  # prompts, responses and rewards come before any update
+        alone = isinstance(error, DeviceFullError) and session.job.world.num_processes > 1
+        if not state.updating and not alone:  # a save needs all processes
+            save(session, state)
         raise type(error)(f"{error}; {last_good(session)}") from error
     except DivergenceError as error:
         raise DivergenceError(f"{error}; {last_good(session)}") from error
@@ -155,13 +158,12 @@ def _one_step(session: Session, state: JobState) -> None:
     """One RL step: the state moves on by one, and its row is written."""
     job, counters = session.job, state.counters
     state.updating = False
-    job.programs.start_step()
     check_devices(job.world, state.arrays(), state.views)
     start_s = time.perf_counter()
     prompts = take_prompts(job, counters.data_position, counters.samples)
     with watch(job.world, functools.partial(missing_devices, job, state)):
         edge_spans = refresh_edges(job, state)
-    live_bytes = state.live_bytes()
+    job.programs.ledger.start_step(state.live_bytes(job.world))
     result = run_step(job, state, prompts)
     if result.job is not job:
         session.job = job = result.job
@@ -178,7 +180,6 @@ def _one_step(session: Session, state: JobState) -> None:
         result,
         step=counters.step,
         step_s=time.perf_counter() - start_s,
-        live_bytes=live_bytes,
         edge_spans=edge_spans,
     )
     if session.calibration is not None:

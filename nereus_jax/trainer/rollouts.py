@@ -18,6 +18,7 @@ from nereus_jax.rl.rewards import call_reward
 from nereus_jax.rl.rollout import Rollout
 from nereus_jax.runtime import host
 from nereus_jax.trainer.job import Job
+from nereus_jax.trainer.state import Counters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,17 @@ def take_prompts(job: Job, position: int, first_sample: int) -> PromptBatch:
         lengths_B=lengths_B,
         sample_indices_B=indices,
     )
+
+
+def traced_lengths(job: Job, prompts: PromptBatch, counters: Counters) -> np.ndarray | None:
+    """What `rollout.length_trace` has the responses of a step be long, [B]; None: it is not set."""
+    trace, settings = job.inputs.lengths, job.config.rollout
+    if trace is None:
+        return None
+    lengths = trace.draw(
+        counters.step, settings.num_rows, settings.max_response_length, job.config.seed
+    )
+    return lengths[prompts.sample_indices_B - counters.samples]
 
 
 def assemble(

@@ -16,6 +16,7 @@ from nereus_jax.trainer.job import Job
 from nereus_jax.trainer.rollouts import PromptBatch, decode_responses
 from nereus_jax.trainer.step import StepResult
 from nereus_jax.trainer.train_batch import TrainBatch
+from nereus_jax.trainer.utilization import tflops_per_device
 
 
 def _mean(metrics: Sequence[Mapping[str, np.ndarray]], name: str) -> float:
@@ -28,7 +29,6 @@ def step_row(
     *,
     step: int,
     step_s: float,
-    live_bytes: int,
     edge_spans: Sequence[Span],
 ) -> dict[str, Any]:
     """The metrics of a step.
@@ -38,7 +38,6 @@ def step_row(
       result: of the step.
       step: counted from 0.
       step_s: seconds of the whole step.
-      live_bytes: most bytes of state on a device.
       edge_spans: of the weight edges before the step.
     """
     rollout: Rollout = result.values["rollout"]
@@ -46,6 +45,8 @@ def step_row(
     prompts: PromptBatch = result.values["prompts"]
     actor, critic = result.values["actor_metrics"], result.values.get("critic_metrics")
     lengths = rollout.response_lengths_B
+    stage_s = {span.name: span.duration_s for span in result.spans}
+    reached = tflops_per_device(job, rollout, stage_s)
     row: dict[str, Any] = {
         "step": step,
         "entropy": _mean(actor, "entropy"),
@@ -69,10 +70,11 @@ def step_row(
         "step_s": step_s,
         "tokens_per_s": rollout.num_tokens / step_s,
         "padding_share": _padding_share(job, rollout, batch),
-        "stage_s": {span.name: span.duration_s for span in result.spans},
+        "stage_s": stage_s,
+        "tflops_per_device": {str(stage): x for stage, x in reached.items()},
         "weight_edge_s": {span.name: span.duration_s for span in edge_spans},
         "compile_s": job.compile_cost,
-        "peak_memory_bytes": live_bytes + job.largest_temp_bytes,
+        "peak_memory_bytes": job.peak_memory_bytes,
     }
     if critic is not None:
         row["value_loss"] = _mean(critic, "value_loss")

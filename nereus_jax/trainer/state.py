@@ -27,6 +27,7 @@ from nereus_jax.runtime.blocks import BlockViews
 from nereus_jax.runtime.emu import Params, initialize, live_bytes_per_device, load
 from nereus_jax.runtime.engines.train import TrainState
 from nereus_jax.runtime.faults import find_lost
+from nereus_jax.runtime.world import World
 from nereus_jax.trainer.edges import make_transfer, run_transfer
 from nereus_jax.trainer.job import Job
 
@@ -82,10 +83,11 @@ class JobState:
         trees = [self.trained, dict(self.frozen), [p for _, p in self.edges.values()]]
         return list({id(x): x for x in jax.tree.leaves(trees)}.values())
 
-    def live_bytes(self) -> int:
-        """Most bytes of state on any local device; arrays that edges share are counted once."""
+    def live_bytes(self, world: World) -> dict[str, int]:
+        """Local device -> bytes of state; arrays that edges share are counted once."""
         totals = live_bytes_per_device({str(i): x for i, x in enumerate(self.arrays())})
-        return max(totals.values(), default=0)
+        local = {d: handle for d, handle in world.handles.items() if world.is_local(d)}
+        return {str(d): totals.get(handle, 0) for d, handle in local.items()}
 
 
 def initial_actor_params(job: Job) -> Params:

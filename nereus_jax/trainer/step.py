@@ -26,6 +26,7 @@ from nereus_jax.trainer.rollouts import (
     draw_seed,
     function_rewards,
     replay,
+    traced_lengths,
 )
 from nereus_jax.trainer.room import outgrows, with_more_room
 from nereus_jax.trainer.state import JobState, drop_edges, missing_devices, stage_params
@@ -133,6 +134,7 @@ def _prompts(job: Job, values: Values, call: StageCall) -> PromptBatch:
 
 def _launch_generate(job: Job, state: JobState, values: Values, call: StageCall) -> Arrays:
     prompts = _prompts(job, values, call)
+    lengths_B = traced_lengths(job, prompts, state.counters)
     return job.generate.dispatch(
         stage_params(job, state, ACTOR_GENERATE),
         prompts.tokens_BP,
@@ -140,6 +142,7 @@ def _launch_generate(job: Job, state: JobState, values: Values, call: StageCall)
         prompts.sample_indices_B,
         draw_seed(job.config.seed, "rollout"),
         job.sampling(GREEDY if call.purpose else None),
+        None if lengths_B is None else np.minimum(lengths_B, job.room),
     )
 
 
@@ -185,6 +188,9 @@ def _collect(job: Job, state: JobState, values: Values, call: StageCall, finishe
     arrays = host.fetch(finished.arrays[0])
     if stage.stage is Stage.GENERATE:
         prompts = _prompts(job, values, call)
+        lengths_B = traced_lengths(job, prompts, state.counters)
+        if lengths_B is not None:
+            arrays = {**arrays, "finished": lengths_B <= job.room}
         return assemble(
             prompts.tokens_BP,
             prompts.lengths_B,

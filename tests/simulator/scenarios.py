@@ -9,12 +9,12 @@ from nereus_jax.core.presets import preset
 from nereus_jax.core.roles import Role
 from nereus_jax.core.workflow import ALGORITHMS, policy_gradient
 from nereus_jax.planning.hardware import load_hardware
+from nereus_jax.planning.length_traces import lognormal_shape, relative
 from nereus_jax.planning.search_problem import PlanProblem
 from nereus_jax.planning.workload import LengthHistogram, Workload
-from nereus_jax.simulator.lengths import relative
 from nereus_jax.simulator.scenario import Scenario
 from nereus_jax.simulator.setup import make_scenario
-from nereus_jax.simulator.traces import DriftTrace, PoolChange, lognormal_shape
+from nereus_jax.simulator.traces import DriftTrace, PoolChange
 
 SMALL = DecoderConfig(
     num_layers=12,

@@ -8,13 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nereus_jax.core.errors import ConfigError
+from nereus_jax.planning.length_traces import LengthCurve
 from nereus_jax.planning.workload import LengthHistogram
-from nereus_jax.simulator.lengths import LengthCurve
 from nereus_jax.simulator.supply import Supply, constant_supply
 from nereus_jax.simulator.traces import (
     DriftTrace,
     drift_trace,
-    lognormal_shape,
     nodes_that_change,
     synthetic_lengths,
     synthetic_supply,
@@ -100,12 +99,3 @@ def test_synthetic_traces() -> None:
             synthetic_supply(0, **wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="steps must be at least 1"):
         synthetic_lengths(0, steps=0)
-
-
-def test_the_tail_in_one_number() -> None:
-    shape = lognormal_shape(1.2)
-    ratio = float(shape.quantile(0.95) / shape.quantile(0.5))
-    assert ratio == pytest.approx(np.exp(1.2 * 1.645), rel=0.05)
-    assert lognormal_shape(0.0).lengths == (1000,)
-    with pytest.raises(ConfigError, match="at least 0"):
-        lognormal_shape(-0.1)

@@ -11,6 +11,7 @@ import pytest
 from configs.ppo_tiny import get_config
 from nereus_jax.config import parse_config
 from nereus_jax.core.errors import ConfigError, OutOfMemoryError
+from nereus_jax.planning.length_traces import LengthTrace, parse_curve, parse_shape
 from nereus_jax.rl.rollout import Rollout
 from nereus_jax.runtime.world import form_world
 from nereus_jax.trainer.compilation import step_recipes
@@ -136,3 +137,15 @@ def test_room_grows_in_few_sizes_to_the_longest() -> None:
     assert rooms[-1] == 4000 and len(rooms) < 12
     with pytest.raises(ConfigError, match=r"first_room=13 .*max_response_length=12"):
         parse_config(config_of(rollout__first_room=13))
+
+
+@pytest.mark.slow
+def test_responses_are_as_long_as_a_trace_says(tmp_path: Path) -> None:
+    changes = {"rollout__length_trace": "3:9:3", "rollout__length_shape": "lognormal=0.3"}
+    rows = run(config_of(rollout__first_room=4, eval__every=0, **changes), tmp_path)
+    trace = LengthTrace(curve=parse_curve("3:9:3"), shape=parse_shape("lognormal=0.3"))
+    for step, (row, rollout) in enumerate(zip(rows, rollouts(tmp_path), strict=True)):
+        wanted = trace.draw(step, 8, LONGEST, config_of().seed)
+        np.testing.assert_array_equal(rollout.response_lengths_B, wanted)
+        assert row["finished_fraction"] == 1.0
+    assert rows[0]["response_room"] < rows[-1]["response_room"]

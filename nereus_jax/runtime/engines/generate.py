@@ -135,7 +135,6 @@ class GenerateEngine:
           one entry a replica.
         """
         num_rows, width = tokens_BP.shape
-        program = self.program(num_rows, width, sampling)
         missing = self.padded_rows(num_rows) - num_rows
         lengths_N = np.pad(prompt_lengths_B, (0, missing))
         order_N = deal(lengths_N, self.site.placement.layout.dp)
@@ -153,7 +152,8 @@ class GenerateEngine:
         by_row = self.site.sharding((DP,))
         arguments = [host.put(x, by_row) for x in (*arrays, places_N)]
         seed_array = host.put(np.asarray(seed, np.uint32), self.site.sharding())
-        return program.run(params, *arguments, seed_array)
+        recipe = self.recipe(num_rows, width, sampling)
+        return self.programs.run(recipe, params, *arguments, seed_array)
 
     def _lower(
         self, rows: int, slots: int, prompt_width: int, sampling: SamplingConfig

@@ -124,7 +124,7 @@ class ScoreEngine:
         by_row = self.site.sharding((DP,))
         microbatches = host.put(np.asarray(batch.microbatches, np.int32), self.site.sharding())
         placed = {name: host.put(x, by_row) for name, x in arrays.items()}
-        return self.program(batch.shape).run(params, placed, microbatches)
+        return self.programs.run(self.recipe(batch.shape), params, placed, microbatches)
 
     def unpack(
         self,

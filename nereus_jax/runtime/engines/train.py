@@ -187,7 +187,7 @@ class TrainEngine:
             for name in self.objective.scalar_keys
         }
         microbatches = host.put(np.asarray(packed.microbatches, np.int32), everywhere)
-        return self.program(packed.shape).run(state, batch, microbatches, values)
+        return self.programs.run(self.recipe(packed.shape), state, batch, microbatches, values)
 
     def gradients(self, shape: PackedShape) -> Any:
         """A function (params, batch, microbatches, scalars) -> (gradients, metrics) of global

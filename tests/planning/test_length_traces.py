@@ -8,14 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nereus_jax.core.errors import ConfigError
-from nereus_jax.planning.workload import LengthHistogram
-from nereus_jax.simulator.lengths import (
+from nereus_jax.planning.length_traces import (
     LengthCurve,
+    LengthTrace,
     draw_lengths,
+    lognormal_shape,
+    parse_curve,
+    parse_shape,
     read_lengths,
     read_shape,
     relative,
 )
+from nereus_jax.planning.workload import LengthHistogram
 
 
 def write(path: Path, text: str) -> Path:
@@ -102,3 +106,38 @@ def test_curves_that_are_none() -> None:
     for steps, means in (((), ()), ((0.0, 0.0), (1.0, 1.0)), ((0.0,), (0.0,)), ((0.0,), ())):
         with pytest.raises(ValueError):
             LengthCurve(name="x", steps=steps, mean_tokens=means)
+
+
+def test_the_tail_in_one_number() -> None:
+    shape = lognormal_shape(1.2)
+    ratio = float(shape.quantile(0.95) / shape.quantile(0.5))
+    assert ratio == pytest.approx(np.exp(1.2 * 1.645), rel=0.05)
+    assert lognormal_shape(0.0).lengths == (1000,)
+    with pytest.raises(ConfigError, match="at least 0"):
+        lognormal_shape(-0.1)
+
+
+def test_a_curve_in_three_numbers() -> None:
+    curve = parse_curve("100:400:5")
+    assert curve.at(0) == 100.0 and curve.at(2) == pytest.approx(200.0)
+    assert curve.at(4) == pytest.approx(400.0) and curve.at(99) == pytest.approx(400.0)
+    for text in ("100:0:5", "1:2:1", "a:b:c", "1:nan:5"):
+        with pytest.raises(ConfigError, match="START:END:STEPS"):
+            parse_curve(text)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        parse_curve("nowhere.csv")
+
+
+def test_a_shape_in_a_word(tmp_path: Path) -> None:
+    assert parse_shape("lognormal=0.0").lengths == (1000,)
+    assert parse_shape(str(write(tmp_path / "h.json", "[4, 4]"))).lengths == (4,)
+    with pytest.raises(ConfigError, match="lognormal needs a number"):
+        parse_shape("lognormal=much")
+
+
+def test_the_lengths_of_a_step_are_the_same_whenever_it_is_run() -> None:
+    trace = LengthTrace(curve=parse_curve("50:200:11"), shape=lognormal_shape(0.5))
+    rows = trace.draw(3, 64, 150, seed=7)
+    assert rows.max() <= 150 and rows.min() >= 1
+    assert (trace.draw(3, 64, 150, seed=7) == rows).all()
+    assert (trace.draw(4, 64, 150, seed=7) != rows).any()
