@@ -13,6 +13,7 @@ PUBLIC_NAMES = [
     "CompileQueue",
     "ConfigError",
     "DataError",
+    "DeviceFullError",
     "DevicesLostError",
     "DigestError",
     "DivergenceError",

@@ -446,7 +446,7 @@ def step_of(watched: Watched, old: Job, state: JobState) -> Mapping[str, Any]:
     prompts = take_prompts(job, counters.data_position, counters.samples)
     refresh_edges(job, state)
     result = run_step(job, state, prompts)
-    return step_row(job, result, step=counters.step, step_s=1.0, live_bytes=0, edge_spans=())
+    return step_row(job, result, step=counters.step, step_s=1.0, edge_spans=())
 
 
 @pytest.mark.slow
