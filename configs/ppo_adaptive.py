@@ -40,7 +40,7 @@ def get_config() -> Any:
     config.rollout.length_shape = "lognormal=0.3"
     config.algorithm.epochs = 1
     config.algorithm.minibatch_size = 32
-    config.train.microbatch_size = 4
+    config.train.microbatch_size = 1
     config.score.token_chunk = 256
 
     config.plan["actor-TRAIN"] = "dp=8,pp=1,tp=2"
