@@ -132,6 +132,17 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     importlib.import_module("nereus_jax.simulator.command").add_simulate_arguments(simulate)
+    report = commands.add_parser(
+        "report",
+        help="make one HTML file of a run: curves, plans, decisions and their terms",
+        description=(
+            "Writes a page that needs no network: lengths, pool, plans, seconds, memory, learning, "
+            "and every decision of the controller with what came of it. DIR is that of a run, also "
+            "of one that still runs, or of simulated ones; the page says which."
+        ),
+        allow_abbrev=False,
+    )
+    importlib.import_module("nereus_jax.report.page.command").add_report_arguments(report)
     return parser
 
 
@@ -166,7 +177,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
     try:
         arguments, rest = _parser().parse_known_args(argv)
-        commands = {"train": _train, "explain": _explain, "plan": _plan, "simulate": _simulate}
+        commands = {
+            "train": _train,
+            "explain": _explain,
+            "plan": _plan,
+            "simulate": _simulate,
+            "report": _report,
+        }
         run = commands[arguments.command]
         code = run(arguments, rest)
         sys.stdout.flush()
@@ -307,6 +324,13 @@ def _simulate(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     run: int = importlib.import_module("nereus_jax.simulator.command").run_simulate(
         arguments, overrides, _model
     )
+    return run
+
+
+def _report(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    if rest:
+        raise ConfigError(f"unknown argument {rest[0]!r}; see `nereus report --help`")
+    run: int = importlib.import_module("nereus_jax.report.page.command").run_report(arguments)
     return run
 
 

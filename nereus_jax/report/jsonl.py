@@ -130,6 +130,27 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def scan_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The rows of a file that may be damaged or still grow, for those who only look at it.
+
+    Returns:
+        The rows that can be read, and the numbers of the lines that cannot, from 1 on; where the
+        last one is torn its number is among them.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+    """
+    rows: list[dict[str, Any]] = []
+    unread: list[int] = []
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+        row = _decode_line(line)
+        if row is not None:
+            rows.append(row)
+        elif line.strip():
+            unread.append(number)
+    return rows, unread
+
+
 def truncate_jsonl(path: Path, *, key: str = "step", after: int) -> int:
     """Cut the rows whose `row[key] > after`, and a torn last line; the order stays.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nereus_jax.config.simulation import SimulationConfig, load_simulation
 from nereus_jax.core.architectures import DecoderConfig
-from nereus_jax.core.errors import ConfigError, StorageError
+from nereus_jax.core.errors import ConfigError
 from nereus_jax.core.roles import Role
 from nereus_jax.core.workflow import ALGORITHMS, policy_gradient
 from nereus_jax.planning.hardware import load_hardware
@@ -17,6 +17,7 @@ from nereus_jax.planning.search_problem import PlanProblem
 from nereus_jax.planning.workload import LengthHistogram, Workload
 from nereus_jax.simulator.compare import check_policies, compare
 from nereus_jax.simulator.ledger import RunResult
+from nereus_jax.simulator.run_files import write_runs, write_text
 from nereus_jax.simulator.scenario import Scenario
 from nereus_jax.simulator.setup import make_scenario
 from nereus_jax.simulator.supply import Supply, constant_supply, read_supply
@@ -86,12 +87,29 @@ def run_simulate(
 
     found = compare(lambda seed: scenario_of(config, sizes, seed), policies, seeds, progress)
     print(found.table(), end="")
-    text = json.dumps(found.to_json(), indent=1) + "\n"
+    figures = {**found.to_json(), "job": _job_json(config)}
+    text = json.dumps(figures, indent=1) + "\n"
     if arguments.json:
-        _write(arguments.json.expanduser(), text)
+        write_text(arguments.json.expanduser(), text)
     if arguments.workdir:
-        _write_runs(arguments.workdir.expanduser(), text, done)
+        write_runs(arguments.workdir.expanduser(), text, done)
     return 0
+
+
+def _job_json(config: SimulationConfig) -> dict[str, str | int]:
+    """What was simulated, for the reader of the figures."""
+    hardware = load_hardware(config.hardware)
+    return {
+        "model": config.model,
+        "algorithm": config.algorithm,
+        "hardware": hardware.name,
+        "devices": config.nodes * hardware.devices_per_node,
+        "device_memory_bytes": hardware.memory_bytes,
+        "steps": config.steps,
+        "prompts": config.prompts,
+        "supply": config.supply,
+        "lengths": config.lengths,
+    }
 
 
 def scenario_of(config: SimulationConfig, model: DecoderConfig, seed: int) -> Scenario:
@@ -181,36 +199,3 @@ def _supply(config: SimulationConfig, seed: int) -> Supply:
     if config.supply_scale:
         supply = supply.scaled(config.nodes)
     return supply.at_least(config.supply_least_nodes)
-
-
-def _write_runs(directory: Path, figures: str, runs: Sequence[RunResult]) -> None:
-    _write(directory / "figures.json", figures)
-    for run in runs:
-        own = directory / f"{run.policy}-{run.seed}"
-        _write(own / "decisions.jsonl", "".join(json.dumps(d) + "\n" for d in run.decisions))
-        rows = [
-            {
-                "simulated": True,
-                "step": s.step,
-                "start_s": s.start_s,
-                "step_s": s.step_s,
-                "stage_s": dict(s.stage_s),
-                "response_tokens_mean": s.mean_tokens,
-                "response_tokens_longest": s.longest_tokens,
-                "peak_memory_bytes": s.peak_bytes,
-                "devices": len(s.pool),
-                "samples": s.samples,
-            }
-            for s in run.steps
-        ]
-        _write(own / "steps.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(
-            f"{path} cannot be written: {error.strerror or error}; name another place"
-        ) from error

@@ -50,7 +50,7 @@ class StepRow:
     Attributes:
       step: its number.
       start_s, step_s: when it started and what it took.
-      mean_tokens, longest_tokens: of its responses.
+      mean_tokens, p95_tokens, longest_tokens: of its responses.
       peak_bytes: of the fullest device.
       pool: the devices that were there when it started.
       samples: position in the data after it, in samples.
@@ -62,6 +62,7 @@ class StepRow:
     start_s: float
     step_s: float
     mean_tokens: float
+    p95_tokens: float
     longest_tokens: int
     peak_bytes: int
     samples: int

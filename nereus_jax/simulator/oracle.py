@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from nereus_jax.control.costs import Beliefs
 from nereus_jax.core.devices import DeviceId, DevicePool
-from nereus_jax.core.events import DevicesJoined, DevicesLost
+from nereus_jax.core.events import DevicesJoined, DevicesLost, LengthSummary
 from nereus_jax.core.execution_plan import ExecutionPlan
 from nereus_jax.simulator.cluster import StepOutcome
 from nereus_jax.simulator.ledger import Interval, RunResult, Spent, StepRow
@@ -180,14 +180,16 @@ class _Oracle:
 
     def _count(self, step: int, rows: StepRows, best: _Best) -> None:
         outcome = best.outcome
+        responses = LengthSummary.of(int(x) for x in rows.responses)
         end_s = self._clock + outcome.step_s
         self._steps.append(
             StepRow(
                 step=step,
                 start_s=self._clock,
                 step_s=outcome.step_s,
-                mean_tokens=float(rows.responses.mean()),
-                longest_tokens=int(rows.responses.max()),
+                mean_tokens=responses.mean,
+                p95_tokens=responses.p95,
+                longest_tokens=responses.longest,
                 peak_bytes=outcome.peak_bytes,
                 pool=self._pool,
                 samples=(step + 1) * len(rows.prompts),

@@ -284,6 +284,7 @@ class _Run:
                 start_s=start_s,
                 step_s=step_s,
                 mean_tokens=responses.mean,
+                p95_tokens=responses.p95,
                 longest_tokens=responses.longest,
                 peak_bytes=outcome.peak_bytes,
                 pool=self._started_with,

@@ -3,12 +3,14 @@
 import contextlib
 import json
 import os
+import sys
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nereus_jax.config import RunConfig, config_to_json
+from nereus_jax.control.decisions import plan_json
 from nereus_jax.core.errors import ConfigError, StorageError
 from nereus_jax.core.execution_plan import ExecutionPlan
 from nereus_jax.core.timeline import Span
@@ -65,13 +67,17 @@ def check_unused(workdir: Path, steps: Sequence[int]) -> None:
 
 
 class Outputs:
-    """metrics.jsonl, samples.jsonl, timeline.jsonl, TensorBoard, config.json, plan.json, progress.
+    """metrics.jsonl, samples.jsonl, timeline.jsonl, plans.jsonl, decisions.jsonl, TensorBoard,
+    config.json, plan.json, progress.
 
     Args:
       workdir: where the files go.
       config: of the run.
       plan: that holds, and how its model-stages run.
+      device_kind: of the devices, as the backend names it.
       keep_through: last step whose rows stay in the logs; None empties them.
+      keep_decisions: all of them stay: the same process took them, and goes back to an earlier step
+        because of the last one.
       enabled: whether this process writes at all.
     """
 
@@ -81,15 +87,18 @@ class Outputs:
         config: RunConfig,
         plan: ExecutionPlan,
         *,
+        device_kind: str,
         keep_through: int | None,
+        keep_decisions: bool = False,
         enabled: bool,
     ) -> None:
         self._metrics: MetricsWriter | None = None
         self._samples: JsonlWriter | None = None
         self._timeline: TimelineWriter | None = None
         self._decisions: DecisionsWriter | None = None
+        self._plans: JsonlWriter | None = None
         self._progress: ProgressReporter | None = None
-        self._workdir = workdir
+        self._workdir, self._device_kind = workdir, device_kind
         if not enabled:
             return
         _write_json(workdir / "config.json", config_to_json(config))
@@ -97,9 +106,18 @@ class Outputs:
         self._metrics = MetricsWriter(workdir, config.report.tensorboard, keep_through=keep_through)
         self._samples = samples_writer(workdir, keep_through=keep_through)
         self._timeline = TimelineWriter(workdir, keep_through=keep_through)
+        self._plans = JsonlWriter(workdir / "plans.jsonl", keep_through=keep_through)
+        self._plan_from(0 if keep_through is None else keep_through + 1, plan)
         if config.control.policy:
-            self._decisions = DecisionsWriter(workdir, keep_through=keep_through)
+            kept = sys.maxsize if keep_decisions else keep_through
+            self._decisions = DecisionsWriter(workdir, keep_through=kept)
         self._progress = ProgressReporter(config.num_steps)
+
+    def _plan_from(self, step: int, plan: ExecutionPlan) -> None:
+        """Writes the plan that holds from a step on."""
+        if self._plans is not None:
+            row = {"step": step, "device_kind": self._device_kind, "plan": plan_json(plan)}
+            self._plans.append(row)
 
     def start(self, step: int) -> None:
         """Starts the progress line at this step."""
@@ -145,6 +163,7 @@ class Outputs:
         self._metrics.append(row)
         if self._decisions is not None:
             self._decisions.transition_measured(row["transition_s"])
+        self._plan_from(row["step"], plan)
         _write_json(self._workdir / "plan.json", plan.to_json())
         self.message(
             f"the plan has changed in {row['transition_s']:.2f} s "
@@ -175,6 +194,7 @@ class Outputs:
             self._metrics,
             self._samples,
             self._timeline,
+            self._plans,
             self._decisions,
         ):
             if writer is not None:

@@ -49,6 +49,7 @@ def step_row(
     reached = tflops_per_device(job, rollout, stage_s)
     row: dict[str, Any] = {
         "step": step,
+        "devices": len(job.world.pool),
         "entropy": _mean(actor, "entropy"),
         # Before the first update the policy is the one that sampled: what differs is numerics.
         "rollout_train_logp_diff": float(actor[0]["old_logprob_diff"]),

@@ -97,20 +97,25 @@ def open_session(
         store.close()
 
 
-def _open_outputs(job: Job, workdir: Path, step: int | None) -> Outputs:
+def _open_outputs(
+    job: Job, workdir: Path, step: int | None, *, keep_decisions: bool = False
+) -> Outputs:
     """The files of a run from a step on; what they hold of it and later ones is cut off."""
     with host.together():
         return Outputs(
             workdir,
             job.config,
             job.execution,
+            device_kind=job.world.pool.kind,
             keep_through=None if step is None else step - 1,
+            keep_decisions=keep_decisions,
             enabled=job.world.is_main,
         )
 
 
 def go_back(session: Session) -> JobState:
-    """The state of the last checkpoint, on the session's plan; rows of later steps are cut off.
+    """The state of the last checkpoint, on the session's plan; rows of later steps are cut off, but
+    not decisions: the one that led here would go with them.
 
     Raises:
       DevicesLostError: there is no checkpoint.
@@ -123,7 +128,7 @@ def go_back(session: Session) -> JobState:
             "checkpoint.every to have one to go back to"
         )
     session.outputs.close()
-    session.outputs = _open_outputs(session.job, session.workdir, step)
+    session.outputs = _open_outputs(session.job, session.workdir, step, keep_decisions=True)
     session.outputs.start(step)
     session.evaluated_step = -1
     return resume_state(session, step)

@@ -1,0 +1,1 @@
+"""A run's directory as one HTML file: `nereus report`."""

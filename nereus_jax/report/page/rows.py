@@ -1,0 +1,63 @@
+"""Values out of rows of JSON that nobody vouches for: what is not of the type wanted is not there.
+
+A page is made of whatever a run left, of this version or another, whole or not. A value that is
+missing leaves a gap in the page; it never ends it. Rows come from `json`: objects are dicts.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+def _under(row: Row, path: tuple[str, ...]) -> Any:
+    """What is under nested keys; None: nothing."""
+    value: Any = row
+    for key in path:
+        if not isinstance(value, dict):
+            return None
+        value = value.get(key)
+    return value
+
+
+def number(row: Row, *path: str) -> float | None:
+    """The finite number under nested keys; None: there is none."""
+    value = _under(row, path)
+    if type(value) is int:
+        try:
+            return float(value)
+        except OverflowError:  # JSON's integers have no end
+            return None
+    return value if type(value) is float and math.isfinite(value) else None
+
+
+def whole(row: Row, *path: str) -> int | None:
+    """As `number`, as an integer."""
+    value = number(row, *path)
+    return None if value is None else int(value)
+
+
+def text(row: Row, *path: str) -> str:
+    """The text under nested keys; empty: there is none."""
+    value = _under(row, path)
+    return value if isinstance(value, str) else ""
+
+
+def mapping(row: Row, *path: str) -> Row:
+    """The object under nested keys; empty: there is none."""
+    value = _under(row, path)
+    return value if isinstance(value, dict) else {}
+
+
+def numbers(row: Row, *path: str) -> dict[str, float]:
+    """The finite numbers of the object under nested keys."""
+    found = mapping(row, *path)
+    values = ((key, number(found, key)) for key in found)
+    return {key: value for key, value in values if value is not None}
+
+
+def objects(row: Row, *path: str) -> list[Row]:
+    """The objects of the list under nested keys."""
+    value = _under(row, path)
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
