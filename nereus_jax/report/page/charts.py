@@ -1,11 +1,12 @@
 """The figures of one run: lengths, pool, memory, learning."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from nereus_jax.report.page.buckets import Bucket
 from nereus_jax.report.page.charts_seconds import by_stage, stages_predicted, step_seconds
 from nereus_jax.report.page.line_figure import Value, line_figure
-from nereus_jax.report.page.markup import count, percent, plain, size
+from nereus_jax.report.page.markup import count, percent, plain, seconds, size
 from nereus_jax.report.page.plot import chart, figure, legend, line, stairs, top
 from nereus_jax.report.page.rows import number, whole
 from nereus_jax.report.page.scene import Scene, change_key, drawn_together
@@ -39,7 +40,8 @@ def pool(scene: Scene) -> str:
     if all(p.devices is None for p in scene.run.steps):
         return _missing(scene, "pool", "Pool, devices", "The run's files do not tell the pool.")
     least = [b.least(lambda p: p.devices) for b in scene.buckets]
-    frame = scene.frame(top(b.most(lambda p: p.devices) for b in scene.buckets))
+    high = top(b.most(lambda p: p.devices) for b in scene.buckets)
+    frame = dataclasses.replace(scene.frame(high), whole=True)
     runs = [(b.first, b.stop, v) for b, v in zip(scene.buckets, least, strict=True)]
 
     def said(bucket: Bucket) -> list[str]:
@@ -74,11 +76,7 @@ def memory(scene: Scene) -> str:
     shown = [(a, b, v) for a, b, v in limits if v <= FAR * peak]
     one, unit = next(((n, u) for n, u in UNITS if peak >= n), UNITS[-1])
     frame = scene.frame(top(v / one for v in (peak, *(v for _, _, v in shown))))
-    note = f"Fullest device: at most {size(peak)}; no budget is known."
-    if highest is not None:
-        note = (
-            f"Fullest device: at most {size(peak)}, {percent(peak / highest)} of {size(highest)}."
-        )
+    note = _memory_note(scene, peak, highest)
 
     def own(bucket: Bucket) -> float | None:
         most = bucket.most(lambda p: p.peak_bytes)
@@ -101,6 +99,16 @@ def memory(scene: Scene) -> str:
     title = "Memory against budget"
     key = legend(entries)
     return figure(f"{scene.key}-memory-f", title, scene.badge, key + drawn, note=note)
+
+
+def _memory_note(scene: Scene, peak: float, limit: float | None) -> str:
+    note = f"Fullest device: at most {size(peak)}"
+    whole_bytes = scene.run.budget_bytes
+    if limit is not None and limit != whole_bytes:
+        note += f", {percent(peak / limit)} of the {size(limit)} that the planner allows itself"
+    if whole_bytes is not None:
+        note += f", {percent(peak / whole_bytes)} of a device's {size(whole_bytes)}"
+    return note + ("." if limit is not None or whole_bytes is not None else "; no budget is known.")
 
 
 def _limits(scene: Scene) -> list[tuple[float, float, float]]:
@@ -127,14 +135,14 @@ def success(scene: Scene) -> str:
         ("held-out prompts", "l1", [(e.step, e.success) for e in run.evaluations]),
         ("held-out, greedy", "l2", [(e.step, e.greedy) for e in run.evaluations]),
     ]
-    return _learning(scene, "success", "Success rate", values, held_out, percent)
+    return _learning(scene, "success", "Success rate", values, held_out, percent, percent)
 
 
 def reward(scene: Scene) -> str:
     """Reward of the samples and of held-out prompts."""
     values = {"training samples": lambda b: b.mean(lambda p: p.reward)}
     held_out = [("held-out prompts", "l1", [(e.step, e.reward) for e in scene.run.evaluations])]
-    return _learning(scene, "reward", "Mean reward", values, held_out, plain)
+    return _learning(scene, "reward", "Mean reward", values, held_out, plain, seconds)
 
 
 def _learning(
@@ -144,6 +152,7 @@ def _learning(
     values: Mapping[str, Value],
     held_out: Sequence[tuple[str, str, Sequence[tuple[int, float | None]]]],
     label: Callable[[float], str],
+    shown: Callable[[float], str],
 ) -> str:
     points = [(text, style, [(s, v) for s, v in p if v is not None]) for text, style, p in held_out]
     points = [(text, style, p) for text, style, p in points if p]
@@ -159,12 +168,12 @@ def _learning(
         layers.append(line(frame, [(float(s), v) for s, v in p], style))
         entries.append((style, text))
     last = {text: p[-1] for text, _, p in points}
-    note = "; ".join(f"{text} after {s} steps: {label(v)}" for text, (s, v) in last.items())
+    note = "; ".join(f"{text} after {s} steps: {shown(v)}" for text, (s, v) in last.items())
 
     def said(bucket: Bucket) -> list[str]:
-        own = [f"{text} {label(v)}" for text, of in values.items() if (v := of(bucket)) is not None]
+        own = [f"{text} {shown(v)}" for text, of in values.items() if (v := of(bucket)) is not None]
         return own + [
-            f"{text} after {s} steps {label(v)}"
+            f"{text} after {s} steps {shown(v)}"
             for text, _, p in points
             for s, v in p
             if bucket.first <= s < bucket.stop or (s == bucket.stop == frame.stop)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from nereus_jax.report.page.buckets import Bucket
 from nereus_jax.report.page.line_figure import Value, line_figure
-from nereus_jax.report.page.markup import percent, plain, seconds
+from nereus_jax.report.page.markup import counted, percent, plain, seconds
 from nereus_jax.report.page.outcome import errors
 from nereus_jax.report.page.plot import chart, figure, legend, line, stack, stairs, top
 from nereus_jax.report.page.record import StepPoint
@@ -37,14 +37,11 @@ def step_seconds(scene: Scene) -> str:
     near = [v for _, _, v in predicted if v < FAR * max(settled)]
     frame = scene.frame(top([*settled, *near]))
     error = errors(scene.found)
-    note = (
-        ""
-        if error is None
-        else (
-            f"Predicted at {sum(o.error is not None for o in scene.found)} decisions; off by "
-            f"{percent(error[0])} on average, by {percent(error[1])} at most."
-        )
-    )
+    note = ""
+    if error is not None:
+        known = counted(sum(o.error is not None for o in scene.found), "decision")
+        note = f"Predicted at {known}; off by {percent(error[0])} on average, by "
+        note += f"{percent(error[1])} at most."
     note = f"{note} {about_compilation(scene)}".strip()
 
     def said(bucket: Bucket) -> list[str]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from nereus_jax.report.page.markup import (
     NONE,
     count,
+    counted,
     esc,
     percent,
     plain,
@@ -38,7 +39,7 @@ def comparison_section(found: Comparison) -> str:
         f"Policy {name}, {failure}" for name, said in found.failures.items() for failure in said
     ]
     failed = "".join(f'<p class="banner">{esc(note)}</p>' for note in notes)
-    seeds = "1 seed" if found.seeds == 1 else f"{found.seeds} seeds"
+    seeds = counted(found.seeds, "seed")
     note = (
         f"Means over {seeds}, ± the standard deviation over them. The gap to the oracle is that of "
         "the mean seconds a step; the oracle sees the trace and moves for free."

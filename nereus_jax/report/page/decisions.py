@@ -3,6 +3,7 @@
 from nereus_jax.report.page.markup import (
     NONE,
     count,
+    counted,
     details,
     esc,
     percent,
@@ -12,10 +13,12 @@ from nereus_jax.report.page.markup import (
 from nereus_jax.report.page.outcome import Outcome
 from nereus_jax.report.page.rows import Row, mapping, number, numbers, objects, text, whole
 from nereus_jax.report.page.scene import Scene
-from nereus_jax.report.page.terms import decision_terms, parts_text
+from nereus_jax.report.page.terms import decision_terms
 
 MOST_ROWS = 300
 """Decisions in the table: all that moved the job, and the newest of the others."""
+MOST_REASON = 120
+"""Characters of a reason in the table."""
 VERDICTS = ("keep", "admit", "urgent", "reject")
 
 
@@ -51,13 +54,13 @@ def decisions_section(scene: Scene, most_chars: int) -> str:
     cells = [_row(scene, i, linked=i in told) for i in rows]
     head = (
         *("step", "trigger", "verdict", "L_step now, s", "target, s", f"{scene.badge}, s", "error"),
-        *("L_tran, s", "its parts", f"{scene.badge} L_tran, s"),
-        *("pays back in, steps", "gamma x H, steps", "reason"),
+        *("L_tran, s", f"{scene.badge} L_tran, s", "pays back in, steps", "gamma x H, steps"),
+        "reason",
     )
     return (
         title
         + f'<p class="note">{esc(" ".join(notes))}</p>'
-        + table("Decisions", head, cells, left=(1, 2, 8, 12))
+        + table("Decisions", head, cells, left=(1, 2, 11))
         + "".join(told[i] for i in sorted(told))
     )
 
@@ -92,7 +95,10 @@ def _row(scene: Scene, place: int, *, linked: bool) -> list[str]:
     decision, found = scene.run.decisions[place], scene.found[place]
     step = count(whole(decision, "step"))
     bound, horizon = number(decision, "gamma"), number(decision, "horizon_steps")
-    move = _first_move(decision)
+    parts = "".join(
+        f'<small class="part">{esc(name)} {seconds(value)}</small>'
+        for name, value in numbers(_first_move(decision), "parts_s").items()
+    )
     return [
         f'<a href="#{_name(scene, place)}">{step}</a>' if linked else step,
         esc(text(decision, "trigger")),
@@ -101,13 +107,17 @@ def _row(scene: Scene, place: int, *, linked: bool) -> list[str]:
         seconds(number(decision, "step_s_target_predicted")),
         _steps_measured(found),
         percent(found.error, signed=True),
-        seconds(number(decision, "transition_s_predicted")),
-        parts_text(numbers(move, "parts_s")),
+        seconds(number(decision, "transition_s_predicted")) + parts,
         _transition_measured(decision, found),
         count(number(decision, "payback_steps")),
         count(None if bound is None or horizon is None else bound * horizon),
-        esc(text(decision, "reason")),
+        esc(_short(text(decision, "reason"))),
     ]
+
+
+def _short(reason: str) -> str:
+    """As much of a reason as a row has room for; all of it is with the terms."""
+    return reason if len(reason) <= MOST_REASON else f"{reason[:MOST_REASON]} ..."
 
 
 def _first_move(decision: Row) -> Row:
@@ -120,7 +130,7 @@ def _first_move(decision: Row) -> Row:
 def _steps_measured(found: Outcome) -> str:
     if found.step_s is None:
         return NONE
-    how = f" <small>({found.steps} steps)</small>" if found.steps else ""
+    how = f" <small>({counted(found.steps, 'step')})</small>" if found.steps else ""
     return seconds(found.step_s) + how
 
 

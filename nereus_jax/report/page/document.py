@@ -41,14 +41,12 @@ def simulated_page(name: str, found: Comparison) -> str:
     """
     number = len(found.runs)
     points = max(min(MOST_POINTS, MOST_POINTS_IN_ALL // number), 40)
-    opened = next((i for i, run in enumerate(found.runs) if run.decisions and run.changes), 0)
+    opened = min(range(number), key=lambda i: (not found.runs[i].decisions, _mean_s(found.runs[i])))
     parts: list[str] = []
     for i, run in enumerate(found.runs):
         body = _notes(run.notes) + _run(run, f"run{i}", points, MOST_TERMS // number)
         failure = f'<p class="banner">{esc(run.failure)}</p>' if run.failure else ""
-        total_s = sum(run.spent_s.values())
-        mean_s = total_s / len(run.steps) if total_s else step_means(run)[0]
-        summary_line = f"{esc(run.name)}: {seconds(mean_s)} s a step (simulated)"
+        summary_line = f"{esc(run.name)}: {seconds(_mean_s(run))} s a step (simulated)"
         parts.append(details(summary_line, failure + body, shown=i == opened, style="run"))
     return _page(
         f"Simulation {name}",
@@ -59,6 +57,12 @@ def simulated_page(name: str, found: Comparison) -> str:
         + '<p class="note">One run of each policy, that of its first seed.</p>'
         + "".join(parts),
     )
+
+
+def _mean_s(run: RunRecord) -> float:
+    """Seconds a step with all that is beside; of the steps alone where no more is known."""
+    total_s = sum(run.spent_s.values())
+    return total_s / len(run.steps) if total_s else step_means(run)[0] or 0.0
 
 
 def _run(run: RunRecord, key: str, points: int, terms: int) -> str:

@@ -35,6 +35,11 @@ def count(value: float | None) -> str:
     return f"{value:,.0f}" if float(value).is_integer() else seconds(value)
 
 
+def counted(number: int, name: str) -> str:
+    """A number of things with their name: `1 step`, `2 steps`."""
+    return f"{number:,} {name}" if number == 1 else f"{number:,} {name}s"
+
+
 def percent(value: float | None, signed: bool = False) -> str:
     """A share."""
     if value is None:
@@ -86,14 +91,12 @@ def table(
         cells = "".join(f"<td {kind[i]}>{cell}</td>" for i, cell in enumerate(row))
         style = f' class="{classes[n]}"' if n < len(classes) and classes[n] else ""
         lines.append(f"<tr{style}>{cells}</tr>")
-    return (
-        (
-            f'<div class="scroll" role="region" aria-label="{esc(name)}" tabindex="0"><table>'
-            f"<thead><tr>{top}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
-        )
-        .replace("<td >", "<td>")
-        .replace('scope="col" >', 'scope="col">')
+    box = f'<div class="scroll" role="region" aria-label="{esc(name)}" tabindex="0">'
+    made = (
+        f"{box}<table><caption>{esc(name)}</caption><thead><tr>{top}</tr></thead>"
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
+    return made.replace("<td >", "<td>").replace('scope="col" >', 'scope="col">')
 
 
 def details(summary: str, body: str, *, shown: bool = False, style: str = "") -> str:

@@ -44,7 +44,6 @@ def plan_figure(scene: Scene) -> str:
     drawn = (
         svg_start(name, "Layout of each model-stage over the steps", desc, frame.height + 40)
         + "".join(bands)
-        + scene.marks(frame)
         + step_axis(frame)
         + "</svg>"
     )
@@ -102,11 +101,11 @@ def _band(frame: Frame, row: int, stage: str, runs: Sequence[Run]) -> str:
             f'<rect class="band {stage_style(stage)}" x="{x}" y="{y}" '
             f'width="{round(width, 2):g}%" height="{BAND}"><title>{esc(words)}</title></rect>'
         )
-        parts += _labels(frame, own, (start, end), y)
+        parts += _labels(frame, stage, own, (start, end), y)
     return "".join(parts)
 
 
-def _labels(frame: Frame, own: StagePlan, run: tuple[int, int], y: int) -> list[str]:
+def _labels(frame: Frame, stage: str, own: StagePlan, run: tuple[int, int], y: int) -> list[str]:
     """The layout on its band, as long as there is room for; a screen has more than a telephone."""
     devices = "device" if own.count == 1 else "devices"
     forms = (
@@ -121,7 +120,10 @@ def _labels(frame: Frame, own: StagePlan, run: tuple[int, int], y: int) -> list[
         fits = [form for form in forms if LETTER * len(form) + 8 <= share * pixels]
         if fits:
             x = frame.x(run[0] + 0.004 * (frame.stop - frame.first))
-            parts.append(f'<text class="onband {style}" x="{x}" y="{y + 15}">{esc(fits[0])}</text>')
+            parts.append(
+                f'<text class="onband {style} {stage_style(stage)}" x="{x}" y="{y + 15}">'
+                f"{esc(fits[0])}</text>"
+            )
     return parts
 
 

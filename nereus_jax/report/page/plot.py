@@ -26,6 +26,7 @@ class Frame:
       first, stop: of the columns.
       low, high: of the values; what lies above is cut off.
       height: in pixels.
+      whole: its values are integers, and so are the marks of its axis.
     """
 
     first: int
@@ -33,6 +34,7 @@ class Frame:
     low: float = 0.0
     high: float = 1.0
     height: int = 190
+    whole: bool = False
 
     def share(self, step: float) -> float:
         """Where a place on the step axis is, from 0 to 1."""
@@ -110,7 +112,7 @@ def chart(
       hits: as `hit` makes them.
     """
     grid: list[str] = []
-    for value in ticks(frame.low, frame.high):
+    for value in ticks(frame.low, frame.high, whole=frame.whole):
         y = frame.y(value)
         grid.append(f'<line class="grid" x1="0" x2="100%" y1="{y:g}" y2="{y:g}"/>')
         grid.append(f'<text class="end" x="-8" y="{y + 4:g}">{esc(label(value))}</text>')

@@ -163,6 +163,7 @@ class RunRecord:
       evaluations: in order.
       plans: in order; the first one holds from the start.
       decisions: the lines of decisions.jsonl.
+      transitions: changes of plan where they were counted: two between the same steps are two.
       budget_bytes: of a device, where the configuration says so.
       planned_steps: of the whole run.
       samples: that were trained on.
@@ -181,6 +182,7 @@ class RunRecord:
     evaluations: Sequence[Evaluation] = ()
     plans: Sequence[PlanFrom] = ()
     decisions: Sequence[Row] = ()
+    transitions: int | None = None
     budget_bytes: float | None = None
     planned_steps: int | None = None
     samples: int | None = None

@@ -143,6 +143,7 @@ def _read_run(
         steps=tuple(_step(row) for row in rows),
         plans=plans,
         decisions=decisions,
+        transitions=whole(figures, "transitions"),
         budget_bytes=number(job, "device_memory_bytes"),
         planned_steps=whole(job, "steps"),
         samples=whole(rows[-1], "samples"),

@@ -18,7 +18,8 @@ h3{font-size:1rem;margin:0}a{color:inherit}
 .banner{background:var(--warn);color:var(--warn-ink);padding:.6rem .9rem;border-radius:6px;
 margin:.6rem 0}
 .note,small{color:var(--soft);font-size:13px}.note{margin:.4rem 0}small{display:block}
-td small{display:inline}
+td small{display:inline}td small.part{display:block}
+caption{text-align:left;padding:.2rem .6rem;color:var(--soft);font-size:13px}
 .facts{display:grid;grid-template-columns:repeat(auto-fill,minmax(9.5rem,1fr));gap:.6rem;
 margin:.8rem 0}
 .facts div{background:var(--box);border-radius:6px;padding:.5rem .7rem}
@@ -50,7 +51,8 @@ stroke-linejoin:round}
 .move{stroke:var(--ink);stroke-width:1;stroke-dasharray:3 3}.over{fill:var(--ink)}
 .hit{fill:transparent}.hit:hover{fill:var(--hit)}
 .narrow{display:none}@media(max-width:899px){.wide-only{display:none}.narrow{display:inline}}
-.scroll{overflow-x:auto;max-width:100%;margin:.5rem 0;border:1px solid var(--rule);
+.scroll{width:fit-content;overflow-x:auto;max-width:100%;margin:.5rem 0;
+border:1px solid var(--rule);
 border-radius:6px}
 table{border-collapse:collapse;font-size:13px;width:100%;overflow-wrap:normal;
 font-variant-numeric:tabular-nums}
@@ -58,7 +60,7 @@ th,td{padding:.3rem .6rem;text-align:right;white-space:nowrap;vertical-align:top
 border-bottom:1px solid var(--rule)}
 tr:last-child td{border-bottom:0}
 th{background:var(--box);font-weight:600}th.w,td.w{text-align:left}
-td.w{white-space:normal;min-width:7rem;max-width:26rem}
+td.w{white-space:normal;min-width:7rem;max-width:26rem}td.w:last-child{min-width:18rem}
 tr.taken td{background:var(--box);font-weight:600}
 details{border:1px solid var(--rule);border-radius:6px;padding:.2rem .8rem;margin:.5rem 0;
 min-width:0}

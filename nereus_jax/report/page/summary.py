@@ -2,7 +2,7 @@
 
 import itertools
 
-from nereus_jax.report.page.markup import count, duration, facts, percent, seconds
+from nereus_jax.report.page.markup import count, counted, duration, facts, percent, seconds
 from nereus_jax.report.page.record import RunRecord
 
 Tiles = dict[str, tuple[str, str]]
@@ -54,7 +54,8 @@ def _changes(run: RunRecord) -> Tiles:
     )
     if took and len(took) < len(run.changes):
         more += f"; {len(run.changes) - len(took)} without a time of their own"
-    return {"Changes of plan": (str(len(run.changes)), more)}
+    counted = len(run.changes) if run.transitions is None else run.transitions
+    return {"Changes of plan": (str(counted), more)}
 
 
 def _losses(run: RunRecord) -> Tiles:
@@ -63,7 +64,10 @@ def _losses(run: RunRecord) -> Tiles:
     if sizes:
         falls = [a - b for a, b in itertools.pairwise(sizes) if b < a]
         ends = f"{sizes[0]} at first, {sizes[-1]} at last"
-        tiles["Devices lost"] = (str(sum(falls)), f"in {len(falls)} falls of the pool; {ends}")
+        tiles["Devices lost"] = (
+            str(sum(falls)),
+            f"in {counted(len(falls), 'fall')} of the pool; {ends}",
+        )
     if run.simulated:
         failed = sum(p.out_of_memory for p in run.steps)
         tiles["Out of memory"] = (str(failed), "steps that did not fit at first")
