@@ -61,7 +61,13 @@ def test_policies_are_compared(
     assert set(data["policies"]) == {"payback", "oracle"}
     assert data == json.loads((runs / "figures.json").read_text())
     steps = (runs / "payback-1" / "steps.jsonl").read_text().splitlines()
-    assert [json.loads(s)["step"] for s in steps] == [0, 1, 2]
+    rows = [json.loads(s) for s in steps]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert "actor-TRAIN" in rows[0]["plan"] and rows[0]["simulated"] is True
+    for row in rows:
+        longest = row["response_tokens_longest"]
+        assert 0 < row["response_tokens_mean"] <= row["response_tokens_p95"] <= longest
+    assert data["job"] | {"model": "qwen2.5-0.5b", "devices": 16, "steps": 3} == data["job"]
     for line in (runs / "payback-0" / "decisions.jsonl").read_text().splitlines():
         assert {"step", "trigger", "verdict", "reason"} <= set(json.loads(line))
 

@@ -60,7 +60,11 @@ def test_a_job_follows_its_pool(tmp_path: Path) -> None:
     samples = [row["sample"] for row in rows_of(workdir, "samples")]
     assert len(set(samples)) == len(samples), "no sample twice"
     decisions = rows_of(workdir, "decisions")
-    assert decisions
+    assert decisions[0]["step"] == 3 and decisions[0]["verdict"] == "urgent"
+    plans = rows_of(workdir, "plans")
+    assert [row["step"] for row in plans][:2] == [0, 3]
+    assert plans[1]["plan"] == decisions[0]["target"]
+    assert [row["devices"] for row in steps] == [8, 8, 8, 7, 7, 8, 8]
     for decision in decisions:
         assert decision.keys() >= set(NAMES)
         assert decision["trigger"] == "pool" and decision["policy"] == "dp_only"

@@ -27,11 +27,7 @@ def step_seconds(scene: Scene) -> str:
     def own(bucket: Bucket) -> float | None:
         return settled_mean(bucket, lambda p: p.step_s)
 
-    predicted = [
-        (o.first, o.last + 1, o.predicted_s)
-        for o in scene.found
-        if o.last >= o.first and o.predicted_s is not None
-    ]
+    predicted = _in_force(scene)
     settled = settled_values(scene, lambda p: p.step_s) or [own(b) or 0.0 for b in scene.buckets]
     # A prediction that is far off must not press the steps to the ground.
     near = [v for _, _, v in predicted if v < FAR * max(settled)]
@@ -69,6 +65,20 @@ def step_seconds(scene: Scene) -> str:
     title = f"Step seconds, predicted against {scene.badge}"
     key = legend([*entries, *change_key(scene)])
     return figure(f"{scene.key}-seconds-f", title, scene.badge, key + drawn, note=note)
+
+
+def _in_force(scene: Scene) -> list[tuple[float, float, float]]:
+    """The newest prediction of a step over the steps: first place, last place, seconds."""
+    known = [
+        (o.first, o.last + 1, o.predicted_s)
+        for o in scene.found
+        if o.last >= o.first and o.predicted_s is not None
+    ]
+    starts = [first for first, _, _ in known[1:]]
+    return [
+        (first, min(stop, *(s for s in starts[i:] if s > first), stop), value)
+        for i, (first, stop, value) in enumerate(known)
+    ]
 
 
 def by_stage(scene: Scene) -> str:

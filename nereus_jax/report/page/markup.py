@@ -77,26 +77,25 @@ def table(
     """A table that scrolls in its own box.
 
     Args:
-      name: for those who do not see it; text.
+      name: its caption; text.
       head: titles of the columns; text.
       rows: cells as HTML.
       left: columns that hold words, not numbers.
       classes: of the rows, in order; empty: none has one.
     """
     words = set(left)
-    kind = ['class="w"' if i in words else "" for i in range(len(head))]
-    top = "".join(f'<th scope="col" {kind[i]}>{esc(h)}</th>' for i, h in enumerate(head))
+    kind = [' class="w"' if i in words else "" for i in range(len(head))]
+    top = "".join(f'<th scope="col"{kind[i]}>{esc(h)}</th>' for i, h in enumerate(head))
     lines: list[str] = []
     for n, row in enumerate(rows):
-        cells = "".join(f"<td {kind[i]}>{cell}</td>" for i, cell in enumerate(row))
+        cells = "".join(f"<td{kind[i]}>{cell}</td>" for i, cell in enumerate(row))
         style = f' class="{classes[n]}"' if n < len(classes) and classes[n] else ""
         lines.append(f"<tr{style}>{cells}</tr>")
     box = f'<div class="scroll" role="region" aria-label="{esc(name)}" tabindex="0">'
-    made = (
+    return (
         f"{box}<table><caption>{esc(name)}</caption><thead><tr>{top}</tr></thead>"
         f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
-    return made.replace("<td >", "<td>").replace('scope="col" >', 'scope="col">')
 
 
 def details(summary: str, body: str, *, shown: bool = False, style: str = "") -> str:

@@ -47,7 +47,7 @@ def plan_figure(scene: Scene) -> str:
         + step_axis(frame)
         + "</svg>"
     )
-    note = "dp, pp, tp: degrees of data, pipeline and tensor parallelism."
+    note = "dp, pp, tp (in short 4/1/2): degrees of data, pipeline and tensor parallelism."
     if len(plans) < len(scene.run.plans):
         note += f" {len(plans)} of {len(scene.run.plans)} plans are shown."
     return figure(
