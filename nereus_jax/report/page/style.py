@@ -61,6 +61,7 @@ border-bottom:1px solid var(--rule)}
 tr:last-child td{border-bottom:0}
 th{background:var(--box);font-weight:600}th.w,td.w{text-align:left}
 td.w{white-space:normal;min-width:7rem;max-width:26rem}td.w:last-child{min-width:18rem}
+td.w:first-child{white-space:nowrap;min-width:0}
 tr.taken td{background:var(--box);font-weight:600}
 details{border:1px solid var(--rule);border-radius:6px;padding:.2rem .8rem;margin:.5rem 0;
 min-width:0}
