@@ -126,10 +126,36 @@ def test_a_line_goes_where_the_values_are(tmp_path: Path) -> None:
 
 def test_a_step_that_compiles_does_not_press_the_others_down(tmp_path: Path) -> None:
     text = make_page(live_run(tmp_path / "run"))
-    svg = next(s for s in svgs(text) if s[0].text == "Seconds of a step, predicted and measured")
+    svg = next(s for s in svgs(text) if s[0].text == "Seconds of a step over the steps")
     labels = [float(t.text or "") for t in svg.iter("text") if t.get("class") == "end"]
     assert max(labels) <= 5.0  # the longest step without compilation takes 4 s, step 0 takes 10
     assert len([p for p in svg.iter("path") if p.get("class") == "over"]) == 1  # step 0
+
+
+def test_rewards_below_zero(tmp_path: Path) -> None:
+    run = live_run(tmp_path / "run")
+    write_jsonl(run / "metrics.jsonl", [step_row(i, 1.0, reward_mean=-2.0 - i) for i in range(3)])
+    svg = next(s for s in svgs(make_page(run)) if s[0].text == "Mean reward over the steps")
+    labels = [t.text for t in svg.iter("text") if t.get("class") == "end"]
+    assert labels[0] == "-4" and labels[-1] == "0"
+    (path,) = (p.get("d") for p in svg.iter("path") if p.get("class") == "line l0")
+    assert path == "M166.7 76L500 114L833.3 152"  # 2, 3 and 4 of 5 below, of 190 pixels
+
+
+def test_the_cost_model_beside_the_stages(tmp_path: Path) -> None:
+    run = live_run(tmp_path / "run")
+    rows = [
+        step_row(i, 4.0, stage_s_predicted={"actor-GENERATE": 1.5}, calibration_mape=0.25)
+        for i in range(4)
+    ]
+    write_jsonl(run / "metrics.jsonl", rows)
+    text = make_page(run)
+    assert "The model was off by 25.0% on average lately." in text
+    svg = next(s for s in svgs(text) if (s[0].text or "").startswith("Model-stages, predicted"))
+    # half of 4 s was generation, the only one that was predicted
+    assert svg[1].text == (
+        "measured from 2 to 2, at most 2; predicted by the cost model from 1.5 to 1.5, at most 1.5"
+    )
 
 
 def test_a_run_without_controller(tmp_path: Path) -> None:

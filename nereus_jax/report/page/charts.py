@@ -8,6 +8,7 @@ from nereus_jax.report.page.charts_seconds import by_stage, stages_predicted, st
 from nereus_jax.report.page.line_figure import Value, line_figure
 from nereus_jax.report.page.markup import count, percent, plain, seconds, size
 from nereus_jax.report.page.plot import chart, figure, legend, line, stairs, top
+from nereus_jax.report.page.record import StepPoint
 from nereus_jax.report.page.rows import number, whole
 from nereus_jax.report.page.scene import Scene, change_key, drawn_together
 
@@ -130,64 +131,70 @@ def _limits(scene: Scene) -> list[tuple[float, float, float]]:
 def success(scene: Scene) -> str:
     """Success of the samples and of held-out prompts."""
     run = scene.run
-    values = {"training samples": lambda b: b.mean(lambda p: p.success)}
     held_out = [
         ("held-out prompts", "l1", [(e.step, e.success) for e in run.evaluations]),
         ("held-out, greedy", "l2", [(e.step, e.greedy) for e in run.evaluations]),
     ]
-    return _learning(scene, "success", "Success rate", values, held_out, percent, percent)
+    return _learning(
+        scene,
+        "success",
+        "Success rate",
+        lambda p: p.success,
+        held_out,
+        lambda v: f"{v:.0%}",
+        percent,
+    )
 
 
 def reward(scene: Scene) -> str:
     """Reward of the samples and of held-out prompts."""
-    values = {"training samples": lambda b: b.mean(lambda p: p.reward)}
     held_out = [("held-out prompts", "l1", [(e.step, e.reward) for e in scene.run.evaluations])]
-    return _learning(scene, "reward", "Mean reward", values, held_out, plain, seconds)
+    return _learning(scene, "reward", "Mean reward", lambda p: p.reward, held_out, plain, seconds)
 
 
 def _learning(
     scene: Scene,
     name: str,
     title: str,
-    values: Mapping[str, Value],
+    of: Callable[[StepPoint], float | None],
     held_out: Sequence[tuple[str, str, Sequence[tuple[int, float | None]]]],
     label: Callable[[float], str],
     shown: Callable[[float], str],
 ) -> str:
-    points = [(text, style, [(s, v) for s, v in p if v is not None]) for text, style, p in held_out]
-    points = [(text, style, p) for text, style, p in points if p]
-    every = [v for of in values.values() for _, v in scene.points(of) if v is not None]
-    every += [v for _, _, p in points for _, v in p]
+    """A value of the training samples, and of evaluations: name, classes, step and value."""
+    own = scene.points(lambda b: b.mean(of))
+    known = [(text, style, [(s, v) for s, v in p if v is not None]) for text, style, p in held_out]
+    known = [(text, style, p) for text, style, p in known if p]
+    every = [v for _, v in own if v is not None] + [v for _, _, p in known for _, v in p]
     if not every:
         return ""
     low = -top([-min(every)]) if min(every) < 0 else 0.0
-    frame = scene.frame(top(every) if max(every) > 0 or low == 0.0 else 0.0, low)
-    layers = [line(frame, scene.points(of), "l0") for of in values.values()]
-    entries = [("l0", text) for text, of in values.items()]
-    for text, style, p in points:
-        layers.append(line(frame, [(float(s), v) for s, v in p], style))
-        entries.append((style, text))
-    last = {text: p[-1] for text, _, p in points}
+    frame = scene.frame(0.0 if low < 0 and max(every) <= 0 else top(every), low)
+    last = {text: p[-1] for text, _, p in known}
     note = "; ".join(f"{text} after {s} steps: {shown(v)}" for text, (s, v) in last.items())
 
     def said(bucket: Bucket) -> list[str]:
-        own = [f"{text} {shown(v)}" for text, of in values.items() if (v := of(bucket)) is not None]
-        return own + [
+        mean = bucket.mean(of)
+        lines = [] if mean is None else [f"training samples {shown(mean)}"]
+        return lines + [
             f"{text} after {s} steps {shown(v)}"
-            for text, _, p in points
+            for text, _, p in known
             for s, v in p
             if bucket.first <= s < bucket.stop or (s == bucket.stop == frame.stop)
         ]
 
+    layers = [scene.marks(frame), line(frame, own, "l0")]
+    layers += [line(frame, [(float(s), v) for s, v in p], style) for _, style, p in known]
     drawn = chart(
         frame,
-        [scene.marks(frame), *layers],
+        layers,
         name=f"{scene.key}-{name}",
         title=f"{title} over the steps",
         desc=note or f"{title} of the training samples over the steps.",
         label=label,
         hits=scene.hits(frame, said),
     )
+    entries = [("l0", "training samples"), *((style, text) for text, style, _ in known)]
     key = legend([*entries, *change_key(scene)])
     return figure(f"{scene.key}-{name}-f", title, scene.badge, key + drawn, note=note)
 

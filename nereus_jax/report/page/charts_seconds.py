@@ -38,7 +38,8 @@ def step_seconds(scene: Scene) -> str:
         known = counted(sum(o.error is not None for o in scene.found), "decision")
         note = f"Predicted at {known}; off by {percent(error[0])} on average, by "
         note += f"{percent(error[1])} at most."
-    note = f"{note} {about_compilation(scene)}".strip()
+    arrows = scene.over(frame, own)
+    note = f"{note} {about_compilation(scene, arrows)}".strip()
 
     def said(bucket: Bucket) -> list[str]:
         lines = [f"{seconds(own(bucket))} s {scene.badge}"]
@@ -53,16 +54,16 @@ def step_seconds(scene: Scene) -> str:
             scene.marks(frame),
             line(frame, scene.points(own), "l0"),
             stairs(frame, predicted, "l1"),
-            scene.over(frame, own),
+            arrows,
         ],
         name=f"{scene.key}-seconds",
-        title=f"Seconds of a step, predicted and {scene.badge}",
+        title="Seconds of a step over the steps",
         desc=note or f"Seconds of each step, {scene.badge}.",
         label=plain,
         hits=scene.hits(frame, said),
     )
     entries = [("l0", scene.badge), *([("l1", "predicted")] if predicted else [])]
-    title = f"Step seconds, predicted against {scene.badge}"
+    title = f"Step seconds, predicted against {scene.badge}" if predicted else "Step seconds"
     key = legend([*entries, *change_key(scene)])
     return figure(f"{scene.key}-seconds-f", title, scene.badge, key + drawn, note=note)
 
@@ -103,12 +104,13 @@ def by_stage(scene: Scene) -> str:
         own = zip(parts, columns[bucket.first], strict=True)
         return [f"{name} {seconds(s)} s" for name, s in own]
 
+    arrows = scene.over(frame, lambda b: sum(columns[b.first]))
     drawn = chart(
         frame,
         [
             stack(frame, areas, styles),
             scene.marks(frame),
-            scene.over(frame, lambda b: sum(columns[b.first])),
+            arrows,
         ],
         name=f"{scene.key}-stages",
         title="Seconds of each model-stage, stacked",
@@ -119,7 +121,7 @@ def by_stage(scene: Scene) -> str:
     key = legend((f"area {style}", name) for style, name in zip(styles, parts, strict=True))
     note = (
         "Model-stages that ran at the same time are stacked, too: a column may be higher than its "
-        f"step was long. {about_compilation(scene)}"
+        f"step was long. {about_compilation(scene, arrows)}"
     )
     title = "Seconds by model-stage"
     return figure(f"{scene.key}-stages-f", title, scene.badge, key + drawn, note=note.strip())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nereus_jax.core.errors import ConfigError
 from nereus_jax.report.jsonl import scan_jsonl
-from nereus_jax.report.page.rows import Row
+from nereus_jax.report.page.rows import Row, as_row
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -59,10 +59,10 @@ class Files:
             raise _unreadable(path, error) from error
         except ValueError:
             value = None
-        if not isinstance(value, dict):
+        found = as_row(value)
+        if found is None:
             self.notes.append(f"{name} holds no JSON object: left out")
-            return {}
-        return value
+        return found or {}
 
 
 def _unreadable(path: Path, error: OSError) -> ConfigError:

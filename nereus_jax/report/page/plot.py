@@ -167,7 +167,9 @@ def line(frame: Frame, points: Points, style: str) -> str:
       points: place on the step axis, and value.
       style: classes.
     """
-    path, down, dots = [], False, []
+    path: list[str] = []
+    dots: list[tuple[float, float]] = []
+    down = False
     for place, value in points:
         if value is None:
             down = False

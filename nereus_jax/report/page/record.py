@@ -6,7 +6,7 @@ Steps count from 0, as in the files.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from nereus_jax.report.page.rows import Row, mapping, text, whole
+from nereus_jax.report.page.rows import Row, mapping, text, values, whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,8 +54,8 @@ def read_plan(row: Row) -> PlanShown:
 
 def _devices(entry: Row) -> str:
     """Devices in words: runs of a host's neighbours drawn together."""
-    named = entry.get("devices")
-    if not isinstance(named, list):
+    named = values(entry, "devices")
+    if not named:
         return text(entry, "devices").replace(",", ", ")
     parts: list[str] = []
     run: list[tuple[str, int]] = []

@@ -6,18 +6,24 @@ missing leaves a gap in the page; it never ends it. Rows come from `json`: objec
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 Row = Mapping[str, Any]
+
+
+def as_row(value: Any) -> Row | None:
+    """A value if it is an object."""
+    return cast(Row, value) if isinstance(value, dict) else None
 
 
 def _under(row: Row, path: tuple[str, ...]) -> Any:
     """What is under nested keys; None: nothing."""
     value: Any = row
     for key in path:
-        if not isinstance(value, dict):
+        own = as_row(value)
+        if own is None:
             return None
-        value = value.get(key)
+        value = own.get(key)
     return value
 
 
@@ -46,18 +52,23 @@ def text(row: Row, *path: str) -> str:
 
 def mapping(row: Row, *path: str) -> Row:
     """The object under nested keys; empty: there is none."""
-    value = _under(row, path)
-    return value if isinstance(value, dict) else {}
+    return as_row(_under(row, path)) or {}
 
 
 def numbers(row: Row, *path: str) -> dict[str, float]:
     """The finite numbers of the object under nested keys."""
     found = mapping(row, *path)
-    values = ((key, number(found, key)) for key in found)
-    return {key: value for key, value in values if value is not None}
+    each = ((key, number(found, key)) for key in found)
+    return {key: value for key, value in each if value is not None}
 
 
 def objects(row: Row, *path: str) -> list[Row]:
     """The objects of the list under nested keys."""
+    found = (as_row(value) for value in values(row, *path))
+    return [value for value in found if value is not None]
+
+
+def values(row: Row, *path: str) -> list[Any]:
+    """The list under nested keys; empty: there is none."""
     value = _under(row, path)
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+    return cast(list[Any], value) if isinstance(value, list) else []

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 from nereus_jax.report.page.buckets import Bucket, make_buckets
-from nereus_jax.report.page.markup import seconds
+from nereus_jax.report.page.markup import counted, seconds
 from nereus_jax.report.page.outcome import Outcome, outcomes
 from nereus_jax.report.page.plot import Frame, cut_off, hit, marks
 from nereus_jax.report.page.record import RunRecord, StepPoint
@@ -98,12 +98,18 @@ def drawn_together(scene: Scene) -> bool:
     return any(b.stop - b.first > 1 for b in scene.buckets)
 
 
-def about_compilation(scene: Scene) -> str:
-    """What compilation does to the seconds that are drawn; empty: there was none."""
+def about_compilation(scene: Scene, arrows: str) -> str:
+    """What compilation does to the seconds that are drawn; empty: there was none.
+
+    Args:
+      scene: the run.
+      arrows: those of its chart.
+    """
     unsettled = sum(not p.settled for p in scene.run.steps)
     if not unsettled:
         return ""
-    return (
-        f" In {unsettled} of {len(scene.run.steps)} steps programs ran for the first time, with "
-        f"their compilation; an arrow marks what is above the chart."
+    said = (
+        f"In {unsettled} of {counted(len(scene.run.steps), 'step')} programs ran for the first "
+        "time, with their compilation"
     )
+    return said + ("; an arrow marks what is above the chart." if arrows else ".")

@@ -72,9 +72,8 @@ def read_simulated(directory: Path) -> Comparison | None:
             runs.append(run)
     if not runs:
         return None
-    policies = {
-        str(k): v for k, v in mapping(figures, "policies").items() if isinstance(v, Mapping)
-    }
+    every = mapping(figures, "policies")
+    policies = {name: mapping(every, name) for name in every if mapping(every, name)}
     if not policies:
         files.notes.append("figures.json is missing: there is no comparison of policies")
     return Comparison(
