@@ -132,17 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     importlib.import_module("nereus_jax.simulator.command").add_simulate_arguments(simulate)
-    report = commands.add_parser(
-        "report",
-        help="make one HTML file of a run: curves, plans, decisions and their terms",
-        description=(
-            "Writes a page that needs no network: lengths, pool, plans, seconds, memory, learning, "
-            "and every decision of the controller with what came of it. DIR is that of a run, also "
-            "of one that still runs, or of simulated ones; the page says which."
-        ),
-        allow_abbrev=False,
-    )
-    importlib.import_module("nereus_jax.report.page.command").add_report_arguments(report)
+    importlib.import_module("nereus_jax.report.page.command").add_report_parser(commands)
     return parser
 
 
@@ -330,8 +320,7 @@ def _simulate(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
 def _report(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see `nereus report --help`")
-    run: int = importlib.import_module("nereus_jax.report.page.command").run_report(arguments)
-    return run
+    return importlib.import_module("nereus_jax.report.page.command").run_report(arguments)
 
 
 def _read_plan(path: str) -> Plan:

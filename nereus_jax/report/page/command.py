@@ -3,6 +3,7 @@
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 from nereus_jax.core.errors import ConfigError, StorageError
 from nereus_jax.report.page.document import live_page, simulated_page
@@ -12,8 +13,18 @@ from nereus_jax.report.page.simulated import read_simulated
 FILE = "report.html"
 
 
-def add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `nereus report`."""
+def add_report_parser(commands: Any) -> None:
+    """Adds `report` to a command's parsers: what `add_subparsers` of argparse returned."""
+    parser = commands.add_parser(
+        "report",
+        help="make one HTML file of a run: curves, plans, decisions and their terms",
+        description=(
+            "Writes a page that needs no network: lengths, pool, plans, seconds, memory, learning, "
+            "and every decision of the controller with what came of it. DIR is that of a run, also "
+            "of one that still runs, or of simulated ones; the page says which."
+        ),
+        allow_abbrev=False,
+    )
     add = parser.add_argument
     add("directory", type=Path, metavar="DIR", help="--workdir of `nereus train` or `simulate`")
     add("--out", type=Path, metavar="FILE", help=f"where the page goes; default DIR/{FILE}")
