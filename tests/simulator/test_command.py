@@ -70,6 +70,10 @@ def test_policies_are_compared(
     assert data["job"] | {"model": "qwen2.5-0.5b", "devices": 16, "steps": 3} == data["job"]
     for line in (runs / "payback-0" / "decisions.jsonl").read_text().splitlines():
         assert {"step", "trigger", "verdict", "reason"} <= set(json.loads(line))
+    assert main(["report", str(runs)]) == 0
+    page = (runs / "report.html").read_text()
+    assert "PPO of qwen2.5-0.5b on up to 16" in page and "payback, seed 0" in page
+    assert page.count('<span class="badge">simulated</span>') == page.count("<figure") > 10
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from configs.ppo_tiny import get_config
 from nereus_jax.config import parse_config
 from nereus_jax.core.errors import ConfigError
+from nereus_jax.report.page.command import make_page
 from nereus_jax.runtime.checkpoint_files import finished_steps
 from nereus_jax.runtime.world import form_world
 from nereus_jax.testing import tiny_run_config
@@ -73,6 +74,10 @@ def test_a_job_follows_its_pool(tmp_path: Path) -> None:
             for entry in decision["target"].values():
                 assert "0:7" not in entry["devices"] and not entry["devices"].endswith("-7")
     assert finished_steps(workdir / "checkpoints")[-1] == 7
+    page = make_page(workdir)
+    assert "Measured on 8 emulated CPU devices" in page
+    moved = any(row["step"] == 3 for row in rows if "transition_s" in row)
+    assert moved or "through a checkpoint" in page
 
 
 def test_what_a_controller_cannot_be_told() -> None:
