@@ -160,11 +160,11 @@ class _Changes:
         plans = self.source, self.target
         layouts = [p[model_stage].layout if model_stage in p else None for p in plans]
         present = [x for x in layouts if x is not None]
-        split = any(
-            zero1 and layout is not None and layout.dp > 1
+        split = [
+            zero1 and layout is not None and layout.dp > 1 and state.optimizer is not None
             for zero1, layout in zip(state.zero1_ends, layouts, strict=True)
-        )
-        grouped = split and state.optimizer is not None
+        ]
+        grouped = any(split)
         meshes = [
             ParallelLayout(x.dp if grouped else 1, x.pp, x.tp).mesh_shape(state.num_kv_heads)
             for x in (layouts[0] or present[0], layouts[1] or present[-1])
@@ -179,7 +179,15 @@ class _Changes:
             held = 0 if self._shares(model_stage, plan) else held_bytes(classes, meshes[end], end)
             side = Side(rows=rows, tp=layout.tp, pp=layout.pp, mesh=meshes[end], device_bytes=held)
             sides.append(side)
-        return Change.of(self.ground, classes, state.num_kv_heads, sides[0], sides[1], grouped)
+        return Change.of(
+            self.ground,
+            classes,
+            state.num_kv_heads,
+            sides[0],
+            sides[1],
+            grouped=grouped,
+            parted=split[0],
+        )
 
     def _classes(
         self, state: StageState, meshes: Sequence[tuple[int, ...]], grouped: bool

@@ -130,6 +130,8 @@ def _cost(price: Price) -> str:
 
 def _moving(change: Change) -> tuple[list[Draft], list[tuple[Way, MakeDraft]]]:
     if change.grouped:
+        if len(change.broken):  # read where they are: what is left of a broken unit is not parked
+            return [ways.regrouped(change)], []
         return [ways.regrouped(change)], [(Way.PARKED, lambda: ways.parked(change))]
     later: list[tuple[Way, MakeDraft]] = [(Way.LEAN, lambda: ways.lean(change))]
     if not len(change.kept_old):

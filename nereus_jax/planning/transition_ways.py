@@ -81,6 +81,8 @@ class Change:
       broken: old units that have lost a device.
       wanted: new units that do not exist yet.
       grouped: units can only be moved together (ZeRO-1).
+      parted: no old unit is whole by itself (ZeRO-1 before the change; it may begin or end with
+        it).
     """
 
     ground: Ground
@@ -93,6 +95,7 @@ class Change:
     broken: Ints
     wanted: Ints
     grouped: bool
+    parted: bool
 
     @classmethod
     def of(
@@ -102,7 +105,9 @@ class Change:
         num_kv_heads: int,
         old: Side,
         new: Side,
+        *,
         grouped: bool,
+        parted: bool,
     ) -> "Change":
         """Compares the two sides."""
         none = np.full(len(new.rows), -1, np.int64)
@@ -126,6 +131,7 @@ class Change:
             broken=np.flatnonzero(~intact),
             wanted=np.flatnonzero(kept < 0),
             grouped=grouped,
+            parted=parted,
         )
 
     @property
@@ -148,14 +154,14 @@ class Change:
     @property
     def has_intact(self) -> bool:
         """Whether a copy of the state is whole on devices that are alive."""
-        if self.grouped:
+        if self.parted:
             return not len(self.broken) and bool(len(self.old.rows))
         return bool(len(self.usable) or len(self.kept_old))
 
     @property
     def survives(self) -> bool:
         """Whether what is left of all copies together makes up the whole state."""
-        if self.grouped or not len(self.old.rows):
+        if self.parted or not len(self.old.rows):
             return False
         return bool(self.ground.alive[self.old.rows].any(axis=0).all())
 

@@ -542,16 +542,23 @@ def test_the_way_through_host_memory(old: Placement, new: Placement) -> None:
             )
 
 
-@given(plan_pairs(), st.sets(st.sampled_from(POOL), min_size=1, max_size=3), st.booleans())
+@given(
+    plan_pairs(),
+    st.sets(st.sampled_from(POOL), min_size=1, max_size=3),
+    st.tuples(st.booleans(), st.booleans()),
+)
 def test_whatever_is_lost_the_target_is_reached(
-    plans: tuple[Plan, Plan], lost: set[DeviceId], zero1: bool
+    plans: tuple[Plan, Plan], lost: set[DeviceId], zero1: tuple[bool, bool]
 ) -> None:
     """From intact copies if there are any, else from what is left together, else from outside."""
     where = plans[1].placements
     target = Plan(placements={s: p for s, p in where.items() if lost.isdisjoint(p.devices)})
     states = {
         s: dataclasses.replace(
-            x, recovery=(RecoverySource.HOST,), zero1=zero1 and x.optimizer is not None
+            x,
+            recovery=(RecoverySource.HOST,),
+            zero1=zero1[0] and x.optimizer is not None,
+            zero1_after=zero1[1] and x.optimizer is not None,
         )
         for s, x in STATES.items()
     }
@@ -563,11 +570,15 @@ def test_whatever_is_lost_the_target_is_reached(
         operations = [o for o in graph.operations if o.model_stage == stage]
         old = plans[0][stage]
         restored = graph.choices[stage].way is Way.RESTORED
-        if states[stage].zero1 and max(old.layout.dp, target[stage].layout.dp) > 1:
+        if states[stage].zero1 and old.layout.dp > 1:
             assert restored == (not lost.isdisjoint(old.devices))
             continue
         ranks = zip(*(old.replica_devices(i) for i in range(old.layout.dp)), strict=True)
         assert restored == (not all(set(rank) - lost for rank in ranks))
+        if states[stage].zero1_after and target[stage].layout.dp > 1:
+            if not restored and old != target[stage]:
+                assert [o.kind for o in operations] == [OperationKind.RESHARD]
+            continue
         if any(u.model_stage == stage for u in intact):
             check_copies(graph, range(len(graph.operations)), {stage})
             for operation in operations:
