@@ -189,6 +189,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except Exception as error:  # nobody raised it on purpose: a defect, or the backend's trouble
+        traceback.print_exc()
+        said = " ".join(str(error).split())
+        print(
+            f"nereus: error: {type(error).__name__} was not expected (the traceback is above): "
+            f"{said or 'it says no more'}; checkpoints saved before are whole, and the same "
+            f"command goes on from them",
+            file=sys.stderr,
+        )
+        _end_alone(1)
+        return 1
 
 
 def _one_line(error: NereusError) -> str:
@@ -382,25 +393,27 @@ def _prepare_backend(config: RunConfig) -> None:
 def _end_alone(code: int) -> None:
     """Ends the process at once if it is one of several: in a tidy exit it would wait for the
     others, and they may wait for it in a collective."""
-    jax = sys.modules.get("jax")
-    if jax is not None and jax.process_count() > 1:
+    if _num_processes() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
 
+def _num_processes() -> int:
+    """Of the job, as far as they have found each other; jax itself would start its backend."""
+    jax = sys.modules.get("jax")
+    distributed = getattr(jax, "distributed", None)  # none where it was stopped while it loaded
+    if jax is None or distributed is None or not distributed.is_initialized():
+        return 1
+    return jax.process_count()
+
+
 def script() -> NoReturn:
     """Runs the command that the process was started with, and ends the process."""
-    try:
-        code = main()
-    except Exception:
-        traceback.print_exc()
-        _end_alone(1)
-        code = 1
+    code = main()
     if code == INTERRUPTED:  # XLA, stopped in the middle of a compilation, crashes in a tidy exit
         os._exit(code)
-    jax = sys.modules.get("jax")
-    if code in (1, FAILED) and jax is not None and jax.process_count() == 1:
+    if code in (1, FAILED) and "jax" in sys.modules and _num_processes() == 1:
         # All is closed. In a tidy exit the libraries would tell of a full disk once more.
         sys.stdout.flush()
         sys.stderr.flush()

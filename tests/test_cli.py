@@ -156,6 +156,20 @@ def test_ctrl_c_while_compiling_ends_at_once(tmp_path: Path) -> None:
     assert (process.returncode, out) == (130, "")
 
 
+def test_what_nobody_expected_ends_with_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> int:
+        raise RuntimeError("out of\nluck")
+
+    monkeypatch.setattr(cli, "_train", fail)
+    assert main(["train"]) == 1
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[0].startswith("Traceback")
+    assert shown[-1].startswith("nereus: error: RuntimeError was not expected")
+    assert "out of luck; checkpoints saved before are whole" in shown[-1]
+
+
 def test_a_reader_that_leaves_is_no_error() -> None:
     program = (
         "from nereus_jax import cli\n"

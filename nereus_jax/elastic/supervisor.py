@@ -80,6 +80,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
         loop.add_signal_handler(signal.SIGTERM, self._on_terminate)
+        loop.add_signal_handler(signal.SIGUSR1, self._on_interrupt)  # the job's end is announced
         code = None
         try:
             while code is None:
