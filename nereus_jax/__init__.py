@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         TransitionError,
         WorldError,
     )
+    from nereus_jax.trainer.pool_events import PoolInbox
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ __all__ = [
     "LostStateError",
     "NereusError",
     "OutOfMemoryError",
+    "PoolInbox",
     "ReshardError",
     "RewardError",
     "StorageError",
@@ -72,6 +74,7 @@ _MODULE_OF: Final = {
     "LostStateError": "nereus_jax.core.errors",
     "NereusError": "nereus_jax.core.errors",
     "OutOfMemoryError": "nereus_jax.core.errors",
+    "PoolInbox": "nereus_jax.trainer.pool_events",
     "ReshardError": "nereus_jax.core.errors",
     "RewardError": "nereus_jax.core.errors",
     "StorageError": "nereus_jax.core.errors",

@@ -22,6 +22,7 @@ PUBLIC_NAMES = [
     "LostStateError",
     "NereusError",
     "OutOfMemoryError",
+    "PoolInbox",
     "ReshardError",
     "RewardError",
     "StorageError",

@@ -328,10 +328,16 @@ def _check_calibration(config: RunConfig) -> None:
 
 def _check_control(config: RunConfig) -> None:
     control = config.control
+    for name in ("pool_trace", "pool_file", "pool_hook"):
+        _require(
+            not getattr(control, name) or bool(control.policy),
+            f"control.{name} is given, but no control.policy that takes notice of it; set one, "
+            f"such as control.policy=payback",
+        )
     _require(
-        not control.pool_trace or bool(control.policy),
-        "control.pool_trace is given, but no control.policy that takes notice of it; set one, such "
-        "as control.policy=payback",
+        not control.pool_hook_token_file or bool(control.pool_hook),
+        "control.pool_hook_token_file is given, but no control.pool_hook; set one, such as "
+        "control.pool_hook=127.0.0.1:8642",
     )
     _require(
         not (control.policy and config.plan_changes),

@@ -382,6 +382,15 @@ class ControlConfig:
     pool_trace: str = ""
     """File of changes of the device pool by step: JSON lines with step, event (lost, joined,
     revoke), devices, deadline_s. Empty: none."""
+    pool_file: str = ""
+    """File that a scheduler appends changes of the pool to, looked at at each step boundary: JSON
+    lines with change (lost, joined, revoke), devices, deadline_s. Empty: none."""
+    pool_hook: str = ""
+    """HOST:PORT at which process 0 answers HTTP: POST /pool takes the same JSON, GET /pool shows
+    the pool and the plan. Empty: none."""
+    pool_hook_token_file: str = ""
+    """File with the token that requests must bear; empty: that of the environment
+    (NEREUS_POOL_TOKEN). There must be one where others than this machine reach the address."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

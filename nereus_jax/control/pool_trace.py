@@ -1,6 +1,6 @@
-"""Changes of the pool from a file: what a run is told at which step, or at which second.
+"""Changes of the pool in JSON: a trace says when they come, a message is of now.
 
-JSON lines, or a JSON list, of objects such as
+A trace is JSON lines, or a JSON list, of objects such as
 
     {"step": 10, "event": "lost", "devices": ["0:3"]}
     {"step": 20, "event": "joined", "devices": 2}
@@ -11,6 +11,11 @@ All have `step` or all have `time_s`. Devices are names, ranges of a host's (`1:
 the last ones of the pool leave, the first ones that are missing come. Without `event` it is what
 the pool has from then on. Revoked devices are gone when their seconds are over; whoever plays the
 trace takes them away.
+
+A message to a running job has no time, and says what has happened:
+
+    {"change": "lost", "devices": ["0:3"]}
+    {"change": "revoke", "devices": ["0:4-7"], "deadline_s": 120}
 """
 
 import dataclasses
@@ -18,6 +23,7 @@ import enum
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,9 +33,10 @@ from nereus_jax.core.errors import ConfigError
 from nereus_jax.core.events import DevicesJoined, DevicesLost, Revocation
 
 MOST_NAMED = 1 << 16
-"""Devices of one range: more than any host has."""
+"""Devices that one entry names at most."""
 
-_KEYS = ("step", "time_s", "devices", "event", "deadline_s")
+_TRACE_KEYS = ("step", "time_s", "devices", "event", "deadline_s")
+_MESSAGE_KEYS = ("change", "devices", "deadline_s")
 
 
 class PoolChange(enum.StrEnum):
@@ -63,6 +70,25 @@ class TraceEvent:
         if self.change is PoolChange.JOINED:
             return DevicesJoined(time_s=time_s, devices=self.devices)
         return Revocation(time_s=time_s, devices=self.devices, deadline_s=self.deadline_s)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `from_json` reads."""
+        return {
+            "at": self.at,
+            "change": self.change.value,
+            "devices": [str(d) for d in self.devices],
+            "deadline_s": self.deadline_s,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "TraceEvent":
+        """Reads what `to_json` made."""
+        return cls(
+            at=float(data["at"]),
+            change=PoolChange(data["change"]),
+            devices=tuple(DeviceId.parse(d) for d in data["devices"]),
+            deadline_s=float(data["deadline_s"]),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +130,7 @@ def parse_pool_trace(
     text: str, every: DevicePool, start: DevicePool | None = None, name: str = "pool trace"
 ) -> PoolTrace:
     """The trace in a text; see `read_pool_trace`."""
-    reader = _Reader(every, start or every)
+    reader = PoolReader(every, start or every)
     events: list[TraceEvent] = []
     for where, entry in _entries(text, name):
         try:
@@ -135,26 +161,49 @@ def _entries(text: str, name: str) -> Iterator[tuple[str, Any]]:
         yield f"line {number}", entry
 
 
-class _Reader:
-    """Follows the pool from entry to entry; every ValueError is one line's mistake."""
+class PoolReader:
+    """Follows the pool from entry to entry; every ValueError is one entry's mistake.
 
-    def __init__(self, every: DevicePool, start: DevicePool) -> None:
+    Args:
+      every: the devices that exist.
+      start: those that are there.
+      leaving: of these, those that will be gone.
+    """
+
+    def __init__(
+        self, every: DevicePool, start: DevicePool, leaving: Iterable[DeviceId] = ()
+    ) -> None:
         self._every = every
         self._alive = set(start.devices)
-        self._gone_at: dict[DeviceId, float] = {}
+        self._gone_at: dict[DeviceId, float] = dict.fromkeys(leaving, math.inf)
         self._last = -math.inf
         self.clock = ""
 
+    def message(self, entry: Any) -> TraceEvent:
+        """What a message means, at time 0."""
+        fields = _fields(entry, _MESSAGE_KEYS)
+        change = _change(fields, "change")
+        devices = self._devices(fields["devices"], change)
+        event = TraceEvent(
+            at=0.0, change=change, devices=devices, deadline_s=_deadline(fields, change)
+        )
+        self.follow(event)
+        return event
+
+    def follow(self, event: TraceEvent) -> None:
+        """Takes note of a change that will come to pass."""
+        self._apply(event.at, event.change, event.devices, event.deadline_s)
+
     def events(self, entry: Any) -> list[TraceEvent]:
-        """What an entry means."""
-        fields = _fields(entry)
+        """What an entry of a trace means."""
+        fields = _fields(entry, _TRACE_KEYS)
         at = self._time(fields)
         for device in [d for d, t in self._gone_at.items() if t <= at]:
             self._alive.discard(device)
             del self._gone_at[device]
         if "event" not in fields:
             return self._becomes(at, fields)
-        change = _change(fields)
+        change = _change(fields, "event")
         devices = self._devices(fields["devices"], change)
         deadline_s = _deadline(fields, change)
         self._apply(at, change, devices, deadline_s)
@@ -257,24 +306,24 @@ class _Reader:
                 self._gone_at[device] = at + deadline_s if self.clock == "time_s" else math.inf
 
 
-def _fields(entry: Any) -> dict[str, Any]:
+def _fields(entry: Any, known: Iterable[str]) -> dict[str, Any]:
     if not isinstance(entry, dict):
         raise ValueError(f"must be an object, got {entry!r}")
     fields: dict[str, Any] = entry  # pyright: ignore[reportUnknownVariableType]
-    unknown = [k for k in fields if k not in _KEYS]
+    unknown = [k for k in fields if k not in known]
     if unknown:
-        raise ValueError(f"key {unknown[0]!r} is not known; known are {', '.join(_KEYS)}")
+        raise ValueError(f"key {unknown[0]!r} is not known; known are {', '.join(known)}")
     if "devices" not in fields:
         raise ValueError("devices is missing; give names or a number")
     return fields
 
 
-def _change(fields: Mapping[str, Any]) -> PoolChange:
-    try:
-        return PoolChange(fields["event"])
-    except ValueError:
+def _change(fields: Mapping[str, Any], key: str) -> PoolChange:
+    given = fields.get(key)
+    if given not in list(PoolChange):
         known = ", ".join(PoolChange)
-        raise ValueError(f"event {fields['event']!r} is not known; known are {known}") from None
+        raise ValueError(f"{key} {given!r} is not known; known are {known}")
+    return PoolChange(given)
 
 
 def _deadline(fields: Mapping[str, Any], change: PoolChange) -> float:
@@ -308,7 +357,9 @@ def _named(given: Any) -> tuple[DeviceId, ...]:
         if not first <= last < first + MOST_NAMED:
             raise ValueError(f"a range ascends and has up to {MOST_NAMED} devices, got {name!r}")
         devices += [DeviceId(int(match[1]), i) for i in range(first, last + 1)]
-    twice = {d for d in devices if devices.count(d) > 1} if len(set(devices)) < len(devices) else ()
+        if len(devices) > MOST_NAMED:
+            raise ValueError(f"an entry names up to {MOST_NAMED} devices, got more")
+    twice = [d for d, count in Counter(devices).items() if count > 1]
     if twice:
         raise ValueError(f"device {min(twice)} is named more than once")
     return tuple(devices)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from nereus_jax.core.roles import ModelStage, Stage
 from nereus_jax.planning.calibration import CLASSES, Efficiencies
 
 FORMAT = 1
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -274,6 +276,42 @@ def resumed(state: ControllerState, plan: ExecutionPlan, pool: DevicePool) -> Co
         refused_tokens=0.0,
         failed=(),
     )
+
+
+def went_back(
+    state: ControllerState, step: int, plan: ExecutionPlan, pool: DevicePool
+) -> ControllerState:
+    """Of a run that went back to a checkpoint and goes on in the same process.
+
+    What was learned, decided and announced since then stays: only the steps that are done again
+    are seen again.
+
+    Args:
+      state: as it is.
+      step: of the checkpoint.
+      plan: that runs now.
+      pool: the devices that are there now.
+    """
+    lengths, again = state.lengths, max(state.step - step, 0)
+    there = set(pool.devices)
+    return dataclasses.replace(
+        resumed(state, plan, pool),
+        step=step,
+        leaving={d: s for d, s in state.leaving.items() if d in there},
+        lengths=Lengths(
+            mean=_without_last(lengths.mean, again),
+            p95=_without_last(lengths.p95, again),
+            longest=_without_last(lengths.longest, again),
+            responses=_without_last(lengths.responses, again),
+            prompts=_without_last(lengths.prompts, again),
+        ),
+        last_replan=min(state.last_replan, step),
+        failed=state.failed,
+    )
+
+
+def _without_last(values: tuple[T, ...], number: int) -> tuple[T, ...]:
+    return values[: max(len(values) - number, 0)]
 
 
 def plan_devices(plan: ExecutionPlan) -> frozenset[DeviceId]:

@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -90,7 +90,7 @@ class JsonlWriter:
         """Close the file; a second call does nothing."""
         self._file.close()
 
-    def __enter__(self) -> "JsonlWriter":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:

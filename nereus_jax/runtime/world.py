@@ -46,6 +46,11 @@ class World:
         """Whether this process writes files and prints."""
         return self.process_index == 0
 
+    @property
+    def every(self) -> DevicePool:
+        """The devices that it was formed with, whatever has become of them."""
+        return dataclasses.replace(self.pool, devices=tuple(sorted(self.handles)))
+
     def without(self, lost: Iterable[DeviceId]) -> "World":
         """The world when these devices are gone; their handles stay for what is left of them."""
         return dataclasses.replace(self, pool=self.pool.without(lost))

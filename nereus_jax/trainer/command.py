@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 
 from nereus_jax.config import RunConfig, fit_plan_files, fit_plans
+from nereus_jax.control.policies import parse_policy
 from nereus_jax.core.errors import DataError
 from nereus_jax.runtime.faults import watch_processes
 from nereus_jax.runtime.membership import DistributedConfig
@@ -33,6 +34,8 @@ def run_train(
       distributed: how the processes of the job find each other.
       fit_plan: take the nearest plan that fits where devices of the configured one are missing.
     """
+    if config.control.policy:
+        parse_policy(config.control.policy)  # before anything is read or measured
     try:
         inputs = read_inputs(config)
     except OSError as error:

@@ -23,7 +23,7 @@ from nereus_jax.runtime import host
 from nereus_jax.runtime.checkpoint_files import CHECKPOINTS, check_directory, finished_steps
 from nereus_jax.runtime.faults import check_devices, watch
 from nereus_jax.runtime.world import World
-from nereus_jax.trainer.adaptation import make_adaptation
+from nereus_jax.trainer.adaptation import Adaptation, make_adaptation
 from nereus_jax.trainer.calibration import make_calibration, step_facts
 from nereus_jax.trainer.compilation import compile_programs
 from nereus_jax.trainer.evaluation import evaluate
@@ -31,6 +31,7 @@ from nereus_jax.trainer.footprint import check_memory, stage_bytes
 from nereus_jax.trainer.job import Inputs, Job, make_job
 from nereus_jax.trainer.outputs import check_unused, check_writable
 from nereus_jax.trainer.plan_schedule import make_schedule, scheduled_jobs
+from nereus_jax.trainer.pool_events import PoolInbox, open_pool_sources
 from nereus_jax.trainer.recovery import change_as_scheduled, go_on_without, prepare_next
 from nereus_jax.trainer.rollouts import check_recording, rollout_file, take_prompts
 from nereus_jax.trainer.room import compile_more_room
@@ -51,8 +52,23 @@ from nereus_jax.trainer.step import StepResult, run_step
 from nereus_jax.trainer.train_batch import TrainBatch
 
 
-def train(config: RunConfig, inputs: Inputs, world: World, workdir: Path) -> None:
+def train(
+    config: RunConfig,
+    inputs: Inputs,
+    world: World,
+    workdir: Path,
+    *,
+    pool: PoolInbox | None = None,
+) -> None:
     """Runs a job to its end, or to the step at which it is interrupted.
+
+    Args:
+      config: of the run.
+      inputs: what it reads.
+      world: its devices.
+      workdir: where results go.
+      pool: where whoever embeds the run tells of changes of the device pool, with
+        `control.policy`; that of process 0 counts.
 
     Raises:
       ConfigError, DataError, InfeasiblePlanError, CheckpointError: before anything is allocated.
@@ -71,7 +87,10 @@ def train(config: RunConfig, inputs: Inputs, world: World, workdir: Path) -> Non
         jobs = scheduled_jobs(job)
     schedule = make_schedule(job, jobs)
     calibration, told = make_calibration(job, schedule.hardware)
-    with open_session(job, schedule, workdir) as (session, resumed_from):
+    with (
+        open_pool_sources(config, is_main=world.is_main, inbox=pool) as sources,
+        open_session(job, schedule, workdir) as (session, resumed_from),
+    ):
         job = session.job
         if calibration is not None and resumed_from is not None:
             calibration, told = calibration.resumed(workdir)
@@ -80,7 +99,10 @@ def train(config: RunConfig, inputs: Inputs, world: World, workdir: Path) -> Non
             session.outputs.message(told)
         if config.control.policy:
             assert schedule.hardware is not None
-            session.adaptation = make_adaptation(session.job, schedule.hardware)
+            session.adaptation = make_adaptation(session.job, schedule.hardware, sources)
+            _resume_controller(session, session.adaptation, resumed_from)
+            if sources.address:
+                session.outputs.message(f"pool hook: {sources.address}")
         start_s = time.perf_counter()
         compile_programs(job, warmup=resumed_from is None)
         with host.together():
@@ -96,6 +118,17 @@ def train(config: RunConfig, inputs: Inputs, world: World, workdir: Path) -> Non
                 state = resume_state(session, resumed_from)
             schedule.prepare_next(job, state.counters.step)
             _run(session, state, interrupted)
+
+
+def _resume_controller(session: Session, adaptation: Adaptation, step: int | None) -> None:
+    if step is None:
+        return
+    saved = session.store.read_meta(step).get("controller")
+    said = adaptation.resume(saved, session.job, step)
+    if said:
+        session.outputs.message(said)
+    if session.job.execution != session.configured:
+        session.outputs.message("going on under the plan that the controller had moved to")
 
 
 def _run(session: Session, state: JobState, interrupted: threading.Event) -> None:
@@ -147,8 +180,11 @@ def _maybe_evaluate(session: Session, state: JobState) -> None:
     due = config.eval.every and (step % config.eval.every == 0 or step == config.num_steps)
     if due and session.evaluated_step != step:
         check_devices(session.job.world, state.arrays(), state.views)
-        with watch(session.job.world, functools.partial(missing_devices, session.job, state)):
-            session.job, row = evaluate(session.job, state)
+        before = session.job
+        with watch(before.world, functools.partial(missing_devices, before, state)):
+            session.job, row = evaluate(before, state)
+        if session.job is not before:
+            prepare_next(session, step)  # what comes needs as much room
         session.evaluated_step = step
         with writing(session):
             session.outputs.evaluation(row)
@@ -222,7 +258,11 @@ def _advance(job: Job, counters: Counters, result: StepResult, kl: float) -> Cou
 
 @contextmanager
 def _interrupts() -> Iterator[threading.Event]:
-    """Ctrl-C and SIGTERM ask for an end at the step boundary; a second Ctrl-C ends at once."""
+    """Ctrl-C, SIGTERM and SIGUSR1 ask for an end at the step boundary, with a checkpoint; a second
+    Ctrl-C ends at once.
+
+    Schedulers announce with SIGUSR1 that all devices will be revoked (`sbatch --signal=USR1@120`).
+    """
     event = threading.Event()
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -233,7 +273,8 @@ def _interrupts() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield event  # signals belong to the main thread; an embedder has its own way to stop
         return
-    before = {n: signal.signal(n, ask) for n in (signal.SIGINT, signal.SIGTERM)}
+    asking = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {n: signal.signal(n, ask) for n in asking}
     try:
         yield event
     finally:

@@ -141,7 +141,7 @@ class Outputs:
             self._samples.append(sample)
         self._metrics.append(row)
         if self._decisions is not None:
-            self._decisions.step_measured(row["step"], row["step_s"])
+            self._decisions.step_measured(row["step_s"])
         if self._progress is not None:
             self._progress.step(row)
 
@@ -151,6 +151,11 @@ class Outputs:
             return
         self._decisions.append(record)
         self.message(f"controller: {record['verdict']} ({record['trigger']}): {record['reason']}")
+
+    def move_failed(self, error: str) -> None:
+        """Writes why a move that the controller had decided did not come to its end."""
+        if self._decisions is not None:
+            self._decisions.transition_failed(error)
 
     def transition(
         self, row: Mapping[str, Any], spans: Iterable[Span], plan: ExecutionPlan

@@ -4,6 +4,7 @@ import dataclasses
 
 from nereus_jax.core.devices import DeviceId
 from nereus_jax.core.errors import InfeasiblePlanError
+from nereus_jax.core.events import Transition
 from nereus_jax.core.hardware import Hardware
 from nereus_jax.runtime.compile_queue import CompileQueue
 from nereus_jax.trainer.compilation import compile_ahead
@@ -23,6 +24,8 @@ class PlanSchedule:
       prepared: the change that comes next.
       prepared_step: its step.
       waits: whether it waits for its programs while steps go on.
+      hurries: whether it does not, after all.
+      decided: what the controller decided, if it comes from there.
     """
 
     jobs: dict[int, Job]
@@ -31,6 +34,8 @@ class PlanSchedule:
     prepared: PlanChange | None = None
     prepared_step: int = 0
     waits: bool = False
+    hurries: bool = False
+    decided: Transition | None = None
 
     def prepare_next(self, job: Job, step: int) -> tuple[str, ...]:
         """Plans the first change from `step` on and begins to compile for it.
@@ -64,8 +69,14 @@ class PlanSchedule:
           waits: for its programs, while steps go on.
         """
         self.prepared, self.prepared_step, self.waits = change, step, waits
+        self.hurries = False
         change.compile_in(self.queue)
         compile_ahead(change.old, change.new, self.queue)
+
+    def forget(self) -> None:
+        """What the controller had decided is not to come, or has been."""
+        if self.decided is not None:
+            self.decided = self.prepared = None
 
     def drop(self, lost: frozenset[DeviceId]) -> tuple[int, ...]:
         """Forgets the plans that need devices which are gone, and these devices; their steps."""

@@ -7,10 +7,14 @@ step had begun, the whole job goes back to the last checkpoint.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+import time
+from collections.abc import Mapping
 from typing import Any
 
-from nereus_jax.config.plan_entry import PlanEntry, largest_layout
+import numpy as np
+
+from nereus_jax.control.state import plan_devices
 from nereus_jax.core.devices import DeviceId, DevicePool
 from nereus_jax.core.errors import (
     DevicesLostError,
@@ -21,16 +25,14 @@ from nereus_jax.core.errors import (
 )
 from nereus_jax.core.events import DevicesLost, Halt, Transition
 from nereus_jax.core.execution_plan import ExecutionPlan
-from nereus_jax.core.layout import ParallelLayout
-from nereus_jax.core.plan import Placement, Plan
 from nereus_jax.core.roles import ModelStage
-from nereus_jax.core.transition import Unit, placed_units
 from nereus_jax.runtime import host
-from nereus_jax.runtime.emu import ElasticModelUnit, group_arrays
 from nereus_jax.runtime.faults import check_devices, lost_error, probe
-from nereus_jax.runtime.train_state import OptimizerCounters, read_counters, unflatten
-from nereus_jax.runtime.transitions import TransitionStopped, UnitsByStage, in_memory_of
+from nereus_jax.runtime.train_state import OptimizerCounters, read_counters
+from nereus_jax.runtime.transitions import TransitionStopped
+from nereus_jax.trainer.half_way import form_of, has_whole, job_of_units
 from nereus_jax.trainer.job import Job, make_job
+from nereus_jax.trainer.moves import begin_again, by_checkpoint_row, end_move
 from nereus_jax.trainer.plan_change import (
     Changed,
     PlanChange,
@@ -46,7 +48,8 @@ from nereus_jax.trainer.session import (
     writing,
 )
 from nereus_jax.trainer.state import JobState, missing_devices
-from nereus_jax.trainer.verification import state_stages, unit_spec
+from nereus_jax.trainer.surviving_plan import surviving_plan
+from nereus_jax.trainer.verification import state_stages
 
 MAX_ATTEMPTS = 3
 """Times that a transition which stopped half way is taken up again from what is intact."""
@@ -65,22 +68,22 @@ def change_as_scheduled(session: Session, state: JobState) -> None:
     change = schedule.due(state.counters.step)
     if change is None:
         return
-    if schedule.waits and host.agree_any(not change.is_ready()):
+    if schedule.waits and not schedule.hurries and host.agree_any(not change.is_ready()):
         return  # the old plan goes on; the next boundary asks again
     check_devices(session.job.world, state.arrays(), state.views)
     row = _change(session, state, change)
-    _tell(session, change, row)
+    end_move(session, change.new.execution, row)
     prepare_next(session, schedule.prepared_step + 1)
 
 
-def _tell(session: Session, change: PlanChange, row: Mapping[str, Any] | None) -> None:
-    """Tells the controller what became of a change."""
-    if session.adaptation is not None:
-        session.adaptation.transition_ended(session.job.execution, change.new.execution, row)
-
-
 def prepare_next(session: Session, step: int) -> None:
-    """Plans the first change from a step on, and tells of those that cannot be."""
+    """Plans the change that comes next, from the job as it is now.
+
+    That is one that the controller has decided, else the first that is configured from a step on.
+    Those that cannot be are told of.
+    """
+    if begin_again(session, step):
+        return
     for line in session.schedule.prepare_next(session.job, step):
         session.outputs.message(line)
 
@@ -108,7 +111,8 @@ def _change(session: Session, state: JobState, change: PlanChange) -> Mapping[st
             if state.trained:
                 session.outputs.message(f"the change of plan was undone: {error}")
                 return None
-            _go_back(session, state, change.new if change.graph.lost else change.old, error)
+            back = change.new if change.graph.lost else change.old
+            start_from_checkpoint(session, state, back, error)
             return None
         except TransitionStopped as error:
             if change.old.world.num_processes > 1:  # others may wait for this one in a collective
@@ -163,11 +167,13 @@ def _again(
       DevicesLostError: devices are gone, or a model-stage has no intact unit.
     """
     lost = error.lost | probe(change.old.world)
-    missing = [s for s in state_stages(change.new) if not _has_whole(change, error.units, s)]
+    forms = {s: form_of(change, error.operations, s) for s in state_stages(change.new)}
+    missing = [s for s, form in forms.items() if not has_whole(form, error.units, s)]
     if missing:
         raise DevicesLostError(f"{error}; nothing is intact of {missing[0]}", lost) from error
     session.outputs.message(f"{error}; going on from the units that are intact")
-    between, left = job_of_units(change.new, error.units, state, numbers)
+    choices = {**change.new.execution.choices, **{s: form.choice for s, form in forms.items()}}
+    between, left = job_of_units(change.new, choices, error.units, state, numbers)
     _take_over(state, left)
     session.job = between
     if lost:
@@ -180,20 +186,14 @@ def _again(
         return None
 
 
-def _has_whole(change: PlanChange, units: UnitsByStage, stage: ModelStage) -> bool:
-    """Whether the units that are left of a model-stage hold its state.
+def start_from_checkpoint(
+    session: Session, state: JobState, job: Job, reason: Exception | str
+) -> None:
+    """Goes on from the last checkpoint, under the plan of this job.
 
-    Under ZeRO-1 each holds a part of the optimizer's tensors.
+    Raises:
+      DevicesLostError: there is no checkpoint.
     """
-    held = units.get(stage, {})
-    jobs = change.old, change.new
-    if not any(stage in job.trains and job.trains[stage].zero1 for job in jobs):
-        return bool(held)
-    return any(held.keys() == set(placed_units(stage, job.plan[stage])) for job in jobs)
-
-
-def _go_back(session: Session, state: JobState, job: Job, reason: Exception) -> None:
-    """The last checkpoint, under the plan of this job."""
     session.outputs.message(f"going back to the last checkpoint: {reason}")
     state.trained, state.frozen, state.edges = {}, {}, {}  # room for what is read
     session.job = job
@@ -221,13 +221,19 @@ def go_on_without(session: Session, state: JobState, error: DevicesLostError) ->
 
 
 def _without(session: Session, state: JobState, error: DevicesLostError) -> None:
-    job = session.job
-    lost = error.devices | missing_devices(job, state)
+    start_s, job = time.perf_counter(), session.job
+    lost = _everywhere(job, error.devices | missing_devices(job, state))
     world = job.world.without(lost)
     session.outputs.message(
         f"{error}; going on with {len(world.pool)} of {len(job.world.pool)} devices"
     )
-    execution = _plan_without(session, world.pool, lost)
+    execution, by_checkpoint = _plan_without(session, world.pool, lost)
+    stays = execution == job.execution and bool(state.trained) and not state.updating
+    if session.adaptation is not None and stays:
+        # The plan does without them, and what was under way is planned without them.
+        session.job = dataclasses.replace(job, world=world)
+        prepare_next(session, state.counters.step)
+        return
     new = make_job(job.config, job.inputs, world, execution, job.programs).with_room(job.room)
     first_open = session.schedule.first_open(state.counters.step)
     for step in session.schedule.drop(lost):
@@ -239,122 +245,58 @@ def _without(session: Session, state: JobState, error: DevicesLostError) -> None
             raise LostStateError("an update of the step had begun")
         if not state.trained:
             raise LostStateError("a transition had given up the old state")
+        if by_checkpoint and session.store.latest_step() is not None:
+            raise LostStateError("so the controller has decided")
         change = plan_change(job, new, hardware, lost=lost)
         row = _change(session, state, change)
     except (LostStateError, InfeasiblePlanError) as reason:
-        _go_back(session, state, new, reason)
+        start_from_checkpoint(session, state, new, reason)
     if session.adaptation is not None and execution != job.execution:
-        session.adaptation.transition_ended(session.job.execution, execution, row)
+        if row is None and session.job.execution == execution:
+            step, seconds = state.counters.step, time.perf_counter() - start_s
+            made = by_checkpoint_row(session.job, step, seconds, 0.0)
+            with writing(session):
+                session.outputs.transition(made, (), execution)
+            row = made if by_checkpoint else None
+        end_move(session, execution, row)
     prepare_next(session, min(first_open, state.counters.step))
 
 
-def _plan_without(session: Session, pool: DevicePool, lost: frozenset[DeviceId]) -> ExecutionPlan:
+def _everywhere(job: Job, lost: frozenset[DeviceId]) -> frozenset[DeviceId]:
+    """What any process has lost: each sees its own devices alone."""
+    names = job.world.every.devices
+    gone = host.gather(np.array([device in lost for device in names])).any(axis=0)
+    return frozenset(itertools.compress(names, gone.tolist()))
+
+
+def _plan_without(
+    session: Session, pool: DevicePool, lost: frozenset[DeviceId]
+) -> tuple[ExecutionPlan, bool]:
     """The plan for the devices that are left: the controller's, where there is one.
+
+    Returns:
+      The plan, and whether it is to be reached through a checkpoint.
 
     Raises:
       InfeasiblePlanError: no device is left.
       DevicesLostError: the controller has no plan for those that are.
     """
-    job, adaptation = session.job, session.adaptation
+    job, adaptation, schedule = session.job, session.adaptation, session.schedule
     if adaptation is None:
-        return dataclasses.replace(job.execution, plan=surviving_plan(job, pool))
+        return dataclasses.replace(job.execution, plan=surviving_plan(job, pool)), False
     gone = tuple(sorted(lost & set(job.world.pool.devices)))
     adaptation.tell(DevicesLost(time_s=adaptation.time_s, devices=gone))
-    decision = ask_controller(session, adaptation)
+    found = ask_controller(session, adaptation)
+    decision, under_way = found.decision, schedule.decided
     if isinstance(decision, Halt):
         raise DevicesLostError(decision.reason)
-    return decision.target if isinstance(decision, Transition) else job.execution
-
-
-def surviving_plan(job: Job, pool: DevicePool) -> Plan:
-    """A plan for the devices that are left, near to the one that was.
-
-    A model-stage keeps its intact replicas. One that has none gets one replica, as it was if the
-    pool has devices enough, else of the largest degrees that divide the old ones.
-
-    Raises:
-      InfeasiblePlanError: no device is left.
-    """
-    if not len(pool):
-        raise InfeasiblePlanError("all devices are lost; start again with others")
-    alive = set(pool.devices)
-    return Plan(
-        placements={stage: _survivor(p, pool, alive) for stage, p in job.plan.placements.items()}
-    )
-
-
-def _survivor(placement: Placement, pool: DevicePool, alive: set[DeviceId]) -> Placement:
-    layout = placement.layout
-    replicas = [placement.replica_devices(rank) for rank in range(layout.dp)]
-    intact = [devices for devices in replicas if alive.issuperset(devices)]
-    if intact:
-        return Placement(
-            layout=ParallelLayout(len(intact), layout.pp, layout.tp),
-            devices=tuple(d for devices in intact for d in devices),
-        )
-    largest = largest_layout(PlanEntry(dp=1, pp=layout.pp, tp=layout.tp), len(pool))
-    return Placement(
-        layout=ParallelLayout(1, largest.pp, largest.tp),
-        devices=pool.devices[: largest.num_devices],
-    )
-
-
-def job_of_units(
-    job: Job,
-    units: UnitsByStage,
-    before: JobState,
-    numbers: Mapping[ModelStage, OptimizerCounters],
-) -> tuple[Job, JobState]:
-    """A job as intact units make it, after a transition that stopped half way.
-
-    Args:
-      job: under the plan that was to be left or to be reached.
-      units: what is intact; at least one of every model-stage that holds state.
-      before: the state that the transition began with, for the run's counters.
-      numbers: the optimizers' counters.
-
-    Returns:
-      The job under the plan that the units are, and its state, of the units' buffers.
-    """
-    placements = dict(job.plan.placements)
-    chosen: dict[ModelStage, Sequence[ElasticModelUnit]] = {}
-    for stage, held in units.items():
-        chosen[stage] = _largest_group(held)
-        first = chosen[stage][0].unit
-        placements[stage] = Placement(
-            layout=ParallelLayout(len(chosen[stage]), first.pp, first.tp),
-            devices=tuple(d for u in chosen[stage] for d in u.unit.devices),
-        )
-    execution = dataclasses.replace(job.execution, plan=Plan(placements=placements))
-    between = make_job(job.config, job.inputs, job.world, execution, job.programs)
-    between = between.with_room(job.room)
-    state = JobState(counters=before.counters, trained={}, frozen={})
-    frozen = {}
-    for stage, group in chosen.items():
-        arrays = group_arrays(job.world, between.sites[stage], unit_spec(between, stage), group)
-        if stage in between.trains:
-            state.trained[stage] = unflatten(between.trains[stage], arrays, numbers[stage])
-        else:
-            frozen[stage] = arrays
-    state.frozen = frozen
-    return between, state
-
-
-def _largest_group(held: Mapping[Unit, ElasticModelUnit]) -> list[ElasticModelUnit]:
-    """The units of one layout on disjoint devices, of the layout that there are most of.
-
-    Where all are parked, they come back to the devices that they were on.
-    """
-    groups: dict[tuple[int, int], list[ElasticModelUnit]] = {}
-    parked = all(unit.parked for unit in held)
-    for unit, x in held.items():
-        if unit.parked != parked:
-            continue
-        group = groups.setdefault((unit.pp, unit.tp), [])
-        taken = {d for other in group for d in other.unit.devices}
-        if taken.isdisjoint(unit.devices):
-            group.append(x)
-    largest = max(groups.values(), key=len)
-    if parked:
-        largest = [in_memory_of(x, dataclasses.replace(x.unit, parked=False)) for x in largest]
-    return largest
+    if isinstance(decision, Transition):
+        schedule.decided = decision  # until it has ended: more may be lost meanwhile
+        return decision.target, decision.by_checkpoint
+    if not found.pending:
+        schedule.forget()
+    if lost.isdisjoint(plan_devices(job.execution)):
+        return job.execution, False
+    if not found.pending or under_way is None:
+        raise DevicesLostError("the controller has no plan for the devices that are left")
+    return under_way.target, under_way.by_checkpoint  # away from them: now it cannot wait

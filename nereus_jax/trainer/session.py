@@ -8,8 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from nereus_jax.config import RunConfig, fingerprint
-from nereus_jax.core.errors import ConfigError, DevicesLostError, StorageError
-from nereus_jax.core.events import Decision
+from nereus_jax.core.errors import (
+    ConfigError,
+    DevicesLostError,
+    InfeasiblePlanError,
+    StorageError,
+)
+from nereus_jax.core.execution_plan import ExecutionPlan
 from nereus_jax.core.roles import ACTOR_TRAIN, CRITIC_TRAIN, ModelStage
 from nereus_jax.runtime import host
 from nereus_jax.runtime.checkpoint_files import CHECKPOINTS
@@ -19,7 +24,9 @@ from nereus_jax.runtime.engines.train import TrainState
 from nereus_jax.runtime.transitions import Batch
 from nereus_jax.trainer.adaptation import Adaptation
 from nereus_jax.trainer.calibration import Calibration
-from nereus_jax.trainer.job import Job
+from nereus_jax.trainer.decided import Decided
+from nereus_jax.trainer.footprint import check_memory, stage_bytes
+from nereus_jax.trainer.job import Job, make_job
 from nereus_jax.trainer.outputs import Outputs
 from nereus_jax.trainer.plan_schedule import PlanSchedule, first_job
 from nereus_jax.trainer.state import (
@@ -48,6 +55,8 @@ class Session:
       evaluated_step: of the last evaluation.
       observe: called before each batch of operations of a transition.
       calibration: what has been learned of the hardware; None: nothing is, or another process does.
+      adaptation: the controller; None: there is none.
+      configured: the plan that the configuration has at the step of the start; None: not known.
     """
 
     job: Job
@@ -59,6 +68,7 @@ class Session:
     observe: Callable[[Batch], None] | None = None
     calibration: Calibration | None = None
     adaptation: Adaptation | None = None
+    configured: ExecutionPlan | None = None
 
 
 @contextmanager
@@ -74,15 +84,19 @@ def open_session(
         workdir / CHECKPOINTS, keep=config.checkpoint.keep, fingerprint=fingerprint(config)
     )
     try:
-        step = store.latest_step()
+        step, meta = store.latest_step(), None
         if step is not None:  # before the outputs cut off what comes after the checkpoint
             meta = store.read_meta(step)
             _check_same_data(job, meta, workdir)
             most = config.rollout.max_response_length
             job = job.with_room(min(max(meta.get("room", 0), job.room), most))
         job = first_job(job, step or 0, schedule.jobs).with_room(job.room)
+        configured = job.execution
+        if meta is not None and config.control.policy:
+            job = _under_saved_plan(job, meta)
         session = Session(
             job=job,
+            configured=configured,
             schedule=schedule,
             workdir=workdir,
             store=store,
@@ -95,6 +109,27 @@ def open_session(
             schedule.queue.close()
     finally:
         store.close()
+
+
+def _under_saved_plan(job: Job, meta: Mapping[str, Any]) -> Job:
+    """The run under the plan that its controller had moved to when the checkpoint was written.
+
+    A configuration that has another plan than then means that one, and a plan that cannot be any
+    more is done without.
+    """
+    if meta.get("configured") != job.execution.to_json():
+        return job
+    execution = ExecutionPlan.from_json(meta["plan"])
+    there = set(job.world.pool.devices)
+    if not all(there.issuperset(p.devices) for p in execution.plan.placements.values()):
+        return job
+    new = make_job(job.config, job.inputs, job.world, execution, job.programs).with_room(job.room)
+    try:
+        with host.together():
+            check_memory(new, stage_bytes(new))
+    except InfeasiblePlanError:
+        return job
+    return new
 
 
 def _open_outputs(
@@ -115,7 +150,7 @@ def _open_outputs(
 
 def go_back(session: Session) -> JobState:
     """The state of the last checkpoint, on the session's plan; rows of later steps are cut off, but
-    not decisions: the one that led here would go with them.
+    not decisions: they have been made, and the controller goes on from what it knows.
 
     Raises:
       DevicesLostError: there is no checkpoint.
@@ -131,6 +166,8 @@ def go_back(session: Session) -> JobState:
     session.outputs = _open_outputs(session.job, session.workdir, step, keep_decisions=True)
     session.outputs.start(step)
     session.evaluated_step = -1
+    if session.adaptation is not None:
+        session.adaptation.went_back(session.job, step)
     return resume_state(session, step)
 
 
@@ -169,8 +206,6 @@ def resume_state(session: Session, step: int) -> JobState:
     """The state of a checkpoint, on this run's plan."""
     job, store = session.job, session.store
     meta = store.read_meta(step)
-    if session.adaptation is not None:
-        session.adaptation.resume(meta.get("controller"), job, step)
     counters = _restored_counters(job.config, meta)
     abstract = {
         stage.role.value: TrainState(engine.site.abstract(engine.spec), engine.abstract_opt_state())
@@ -233,6 +268,7 @@ def save(session: Session, state: JobState) -> None:
             "room": session.job.room,
             "controller": session.adaptation.to_json() if session.adaptation is not None else None,
             "plan": session.job.execution.to_json(),
+            "configured": None if session.configured is None else session.configured.to_json(),
             "data": _data_identity(session.job),
         }
         session.store.save(step, state.checkpointed(), meta)
@@ -271,10 +307,18 @@ def writing(session: Session) -> Iterator[None]:
         raise StorageError(f"{error}; {last_good(session)}") from error
 
 
-def ask_controller(session: Session, adaptation: Adaptation) -> Decision:
-    """What the controller decides, its records written; the same on every process."""
-    decision, records = adaptation.decide()
+def ask_controller(session: Session, adaptation: Adaptation, step: int | None = None) -> Decided:
+    """What the controller decides, its records written; the same on every process.
+
+    Args:
+      session: of the run.
+      adaptation: of the session.
+      step: the next one, at a boundary; None: elsewhere, where the pool is not looked at.
+    """
+    found = adaptation.decide(step)
     with writing(session):
-        for record in records:
+        for record in found.records:
             session.outputs.decision(record)
-    return decision
+    for line in found.said:
+        session.outputs.message(line)
+    return found

@@ -1,17 +1,20 @@
 """The step boundary of a run with a controller: changes of the pool, decisions, their beginning."""
 
 import dataclasses
+import time
 
-from nereus_jax.control.pool_trace import PoolChange, TraceEvent
-from nereus_jax.core.errors import ConfigError, InfeasiblePlanError
+from nereus_jax.core.errors import InfeasiblePlanError
 from nereus_jax.core.events import Halt, Transition
 from nereus_jax.runtime.faults import lost_error, take_away
-from nereus_jax.trainer.adaptation import Adaptation
-from nereus_jax.trainer.footprint import check_memory, stage_bytes
-from nereus_jax.trainer.job import make_job
-from nereus_jax.trainer.plan_change import plan_change
-from nereus_jax.trainer.session import Session, ask_controller, save
+from nereus_jax.trainer.compilation import compile_programs
+from nereus_jax.trainer.decided import Decided
+from nereus_jax.trainer.moves import begin_again, begin_move, by_checkpoint_row, end_move, job_under
+from nereus_jax.trainer.recovery import start_from_checkpoint
+from nereus_jax.trainer.session import Session, ask_controller, save, writing
 from nereus_jax.trainer.state import JobState
+
+MOST_ASKED = 4
+"""Times that the controller is asked at one boundary, while what it decides cannot be begun."""
 
 
 def steer(session: Session, state: JobState) -> str:
@@ -21,51 +24,64 @@ def steer(session: Session, state: JobState) -> str:
       Why the run ends here; empty: it goes on.
 
     Raises:
-      DevicesLostError: the pool's trace took devices away.
+      DevicesLostError: devices are gone, by what the job was told.
     """
-    adaptation = session.adaptation
+    adaptation, step = session.adaptation, state.counters.step
     if adaptation is None:
         return ""
-    for change in adaptation.due(state.counters.step):
-        _play(session, state, adaptation, change)
-    decision = ask_controller(session, adaptation)
-    if isinstance(decision, Halt):
-        if decision.checkpoint:
-            save(session, state)
-        return decision.reason
-    if isinstance(decision, Transition):
-        _begin(session, state, adaptation, decision)
+    for _ in range(MOST_ASKED):
+        found = ask_controller(session, adaptation, step)
+        _take_note(session, state, found)
+        decision = found.decision
+        if isinstance(decision, Halt):
+            if decision.checkpoint:
+                save(session, state)
+            return decision.reason
+        if isinstance(decision, Transition):
+            session.schedule.forget()
+            if decision.by_checkpoint:
+                _restart(session, state, decision)
+            else:
+                begin_move(session, step, decision)
+        elif not found.pending:
+            session.schedule.forget()
+        session.schedule.hurries = found.hurry
+        if not adaptation.waiting:
+            break
     return ""
 
 
-def _play(session: Session, state: JobState, adaptation: Adaptation, change: TraceEvent) -> None:
-    """A change of the pool as the trace has it."""
-    world, time_s = session.job.world, adaptation.time_s
-    if change.change is PoolChange.LOST:
-        if not session.job.config.emulated_devices:
-            raise ConfigError(
-                "control.pool_trace: devices can only be lost by a trace where they are emulated; "
-                "write revoke"
-            )
-        take_away(world, state.arrays(), change.devices)
-        raise lost_error(frozenset(change.devices))
-    if change.change is PoolChange.JOINED:
-        world = world.joined(change.devices)
+def _take_note(session: Session, state: JobState, found: Decided) -> None:
+    """Changes of the pool: what has come may be used, what is lost is gone.
+
+    Raises:
+      DevicesLostError: devices are.
+    """
+    if found.joined:
+        world = session.job.world.joined(found.joined)
         session.job = dataclasses.replace(session.job, world=world)
-    adaptation.tell(change.event(time_s))
+        if not isinstance(found.decision, Transition):
+            begin_again(session, state.counters.step)
+    if found.lost:
+        take_away(session.job.world, state.arrays(), found.lost)
+        raise lost_error(found.lost)
 
 
-def _begin(session: Session, state: JobState, adaptation: Adaptation, decision: Transition) -> None:
-    """Plans the way to the target, and has everything compiled for it in the background."""
-    job, schedule = session.job, session.schedule
-    assert schedule.hardware is not None
+def _restart(session: Session, state: JobState, decision: Transition) -> None:
+    """The state as it is to a checkpoint, and from there to the target plan."""
+    start_s, step = time.perf_counter(), state.counters.step
     try:
-        new = make_job(job.config, job.inputs, job.world, decision.target, job.programs)
-        new = new.with_room(job.room)
-        check_memory(new, stage_bytes(new))
-        change = plan_change(job, new, schedule.hardware)
+        new = job_under(session.job, decision.target)
     except InfeasiblePlanError as error:
         session.outputs.message(f"the controller's plan cannot be reached: {error}")
-        adaptation.transition_ended(job.execution, decision.target, None, str(error))
+        end_move(session, decision.target, None, str(error))
         return
-    schedule.take(change, state.counters.step, waits=not decision.urgent)
+    save(session, state)
+    compile_s = -time.perf_counter()
+    compile_programs(new, warmup=False)
+    compile_s += time.perf_counter()
+    start_from_checkpoint(session, state, new, "the controller moves the job through it")
+    row = by_checkpoint_row(new, step, time.perf_counter() - start_s, compile_s)
+    with writing(session):
+        session.outputs.transition(row, (), new.execution)
+    end_move(session, decision.target, row)

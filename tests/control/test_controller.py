@@ -9,7 +9,13 @@ from nereus_jax.control.controller import Controller
 from nereus_jax.control.decisions import decision_digest
 from nereus_jax.control.monitor import POOL, Prior
 from nereus_jax.control.policies import parse_policy
-from nereus_jax.control.state import ControllerState, initial_state, plan_devices, resumed
+from nereus_jax.control.state import (
+    ControllerState,
+    initial_state,
+    plan_devices,
+    resumed,
+    went_back,
+)
 from nereus_jax.core.devices import DeviceId, DevicePool
 from nereus_jax.core.errors import ConfigError
 from nereus_jax.core.events import (
@@ -438,6 +444,23 @@ def test_a_resumed_run_knows_what_it_knew_and_forgets_what_was_under_way():
     assert state.lengths == run.state.lengths and state.signals == run.state.signals
     run.state = state
     assert run.steps(*[90.0] * 5) == [Keep()] * 5
+
+
+def test_a_run_that_goes_back_forgets_no_more_than_the_steps_that_come_again():
+    run = Run()
+    run.steps(*[40.0] * 10)
+    run.tell(Revocation(time_s=run.time_s, devices=devices(6, 7), deadline_s=1e4), carry_out=False)
+    fewer = pool(7)
+    state = went_back(run.state, 7, toy_plan(fewer.devices, 1), fewer)
+    assert state.step == 7 and state.last_replan <= 7
+    assert state.lengths.mean == run.state.lengths.mean[:7]
+    assert state.leaving == {DeviceId(0, 6): run.state.leaving[DeviceId(0, 6)]}  # 7 is gone
+    assert state.signals == run.state.signals and state.beliefs == run.state.beliefs
+    assert state.pending is None and state.plan_steps == 0
+    whole = went_back(run.state, 0, run.state.plan, POOL8)
+    assert whole.lengths.mean == () and set(whole.leaving) == set(devices(6, 7))
+    run.state = state
+    assert all(isinstance(d, Keep) for d in run.steps(*[40.0] * 3))
 
 
 def test_what_failed_once_may_be_started_anew_from_a_checkpoint():

@@ -6,7 +6,9 @@ import pytest
 
 from nereus_jax.control.pool_trace import (
     PoolChange,
+    PoolReader,
     PoolTrace,
+    TraceEvent,
     parse_pool_trace,
     read_pool_trace,
 )
@@ -183,6 +185,54 @@ def test_broken_text_names_the_place():
         parse_pool_trace("[1, ", POOL)
     with pytest.raises(ConfigError, match="entry 2: step 0 comes after 1"):
         parse_pool_trace('[{"step": 1, "devices": 4}, {"step": 0, "devices": 4}]', POOL)
+
+
+def test_messages_are_of_now_and_follow_each_other():
+    reader = PoolReader(POOL, DevicePool(devices=POOL.devices[:6]), leaving=[DeviceId(0, 1)])
+    revoke = reader.message({"change": "revoke", "devices": ["0:2-3"], "deadline_s": 60})
+    assert (revoke.change, names(revoke), revoke.deadline_s) == (
+        PoolChange.REVOKE,
+        ["0:2", "0:3"],
+        60.0,
+    )
+    assert names(reader.message({"change": "lost", "devices": ["0:2"]})) == ["0:2"]
+    assert names(reader.message({"change": "joined", "devices": 3})) == ["0:1", "0:2", "0:3"]
+    with pytest.raises(ValueError, match="0:2 is there already and cannot join"):
+        reader.message({"change": "joined", "devices": ["0:2"]})
+    reader.follow(TraceEvent(at=0.0, change=PoolChange.LOST, devices=(DeviceId(0, 0),)))
+    with pytest.raises(ValueError, match="0:0 is not there and cannot be revoked"):
+        reader.message({"change": "revoke", "devices": ["0:0"], "deadline_s": 1})
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ([], "must be an object"),
+        ({"devices": ["0:0"]}, "change None is not known; known are lost, joined, revoke"),
+        ({"change": ["lost"], "devices": ["0:0"]}, "change ['lost'] is not known"),
+        ({"change": "lost"}, "devices is missing"),
+        ({"change": "lost", "devices": ["9:0"]}, "device 9:0 does not exist"),
+        ({"change": "lost", "devices": ["0:0"], "step": 3}, "key 'step' is not known"),
+        ({"change": "revoke", "devices": ["0:0"]}, "deadline_s is missing"),
+        (
+            {"change": "lost", "devices": ["0:0-40000", "1:0-40000"]},
+            "an entry names up to 65536 devices",
+        ),
+    ],
+)
+def test_a_wrong_message_changes_nothing(message, reason):
+    reader = PoolReader(POOL, POOL)
+    with pytest.raises(ValueError) as caught:
+        reader.message(message)
+    assert reason in str(caught.value)
+    assert len(reader.message({"change": "lost", "devices": 8}).devices) == 8
+
+
+def test_a_change_is_the_same_when_it_is_read_again():
+    event = PoolReader(POOL, POOL).message(
+        {"change": "revoke", "devices": ["1:1"], "deadline_s": 2.5}
+    )
+    assert TraceEvent.from_json(json.loads(json.dumps(event.to_json()))) == event
 
 
 def test_files(tmp_path):

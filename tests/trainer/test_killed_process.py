@@ -17,9 +17,12 @@ CONFIG = """
 import tiny
 
 
-def get_config(changing=""):
+def get_config(what=""):
+    changing = what == "changing"
     config = tiny.get_config()
-    config.num_steps = 6 if changing else 3
+    config.num_steps = 6 if what else 3
+    if what == "controlled":
+        config.control.policy = "every_k=2"
     config.emulated_devices = 4
     config.checkpoint.every = 1
     config.reward.function = "tests.trainer.killing_rewards.digit_match"
@@ -85,12 +88,15 @@ class ElasticJob:
         return meta["counters"], sums
 
 
-def spanning_job(nereus: Any, workdir: Path, *, changing: bool = False) -> ElasticJob:
-    """A job whose plan changes, or one without."""
+def spanning_job(
+    nereus: Any, workdir: Path, *, changing: bool = False, controlled: bool = False
+) -> ElasticJob:
+    """A job whose plan changes, one with a controller, or one without either."""
     config = nereus.directory / "killed.py"
     config.write_text(CONFIG)
-    if changing:
-        return ElasticJob(nereus, workdir, 6, f"--config={config}:changing")
+    if changing or controlled:
+        what = "changing" if changing else "controlled"
+        return ElasticJob(nereus, workdir, 6, f"--config={config}:{what}")
     return ElasticJob(nereus, workdir, 3, f"--config={config}")
 
 
@@ -167,6 +173,26 @@ def test_a_worker_killed_in_every_phase(
     job.check_ended(0, 1)
     check_same(job, changing)
     assert f"world {1 + len(PHASES)}: slots 0, 1" in job.slots[0].stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(WORLD_S * 5)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_controller_goes_on_from_what_it_knew(
+    nereus: Any, kills: Any, tmp_path: Path, victim: int
+) -> None:
+    """It looks for a plan every second step, and has looked once before the kill."""
+    kills(victim, "worker", train=3)
+    job = spanning_job(nereus, tmp_path / "run", controlled=True)
+    job.check_ended(0, 1)
+    decisions = nereus.rows(job.workdir, "decisions")
+    steps = [row["step"] for row in decisions]
+    assert steps[0] == 2 and len(steps) >= 2 and steps == sorted(set(steps))
+    meta = job.workdir / "checkpoints" / "steps" / "6" / "meta" / "metadata"
+    controller = json.loads(meta.read_text())["meta"]["controller"]
+    assert controller["replans"] == len(steps)
+    assert controller["step"] + len(controller["waiting"]) == 6
+    assert len(controller["lengths"]["mean"]) + len(controller["waiting"]) == 6, "every step once"
 
 
 @pytest.mark.slow

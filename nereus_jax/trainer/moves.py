@@ -1,0 +1,106 @@
+"""Moves that the controller has decided: planned, compiled for, and planned again where the job
+changes under them. Until one has been made or has failed, the controller waits for it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nereus_jax.core.errors import InfeasiblePlanError
+from nereus_jax.core.events import Transition
+from nereus_jax.core.execution_plan import ExecutionPlan
+from nereus_jax.core.transition import Way
+from nereus_jax.runtime import host
+from nereus_jax.trainer.footprint import check_memory, stage_bytes
+from nereus_jax.trainer.job import Job, make_job
+from nereus_jax.trainer.plan_change import plan_change
+from nereus_jax.trainer.session import Session, writing
+from nereus_jax.trainer.verification import state_stages
+
+
+def job_under(job: Job, execution: ExecutionPlan) -> Job:
+    """The run as it is now, under another plan.
+
+    Raises:
+      InfeasiblePlanError: the plan does not fit; the same on every process.
+    """
+    new = make_job(job.config, job.inputs, job.world, execution, job.programs)
+    new = new.with_room(job.room)
+    with host.together():
+        check_memory(new, stage_bytes(new))
+    return new
+
+
+def begin_move(session: Session, step: int, decision: Transition) -> None:
+    """Plans the way to a decision's target, and has everything compiled for it.
+
+    The controller is told if there is no way.
+
+    Args:
+      session: of the run.
+      step: the next one.
+      decision: the move, which is not by checkpoint.
+    """
+    job, schedule = session.job, session.schedule
+    assert schedule.hardware is not None
+    try:
+        change = plan_change(job, job_under(job, decision.target), schedule.hardware)
+    except InfeasiblePlanError as error:
+        session.outputs.message(f"the controller's plan cannot be reached: {error}")
+        end_move(session, decision.target, None, str(error))
+        return
+    schedule.decided = decision
+    # Steps go on until its programs are there, or until the controller says that it is time.
+    schedule.take(change, step, waits=True)
+
+
+def begin_again(session: Session, step: int) -> bool:
+    """Plans a move that has been begun once more, since the job is another one: it has more room
+    for responses, or other devices.
+
+    Returns:
+      Whether there is one.
+    """
+    decision = session.schedule.decided
+    if decision is None:
+        return False
+    session.schedule.forget()
+    begin_move(session, step, decision)
+    return True
+
+
+def end_move(
+    session: Session, wanted: ExecutionPlan, row: Mapping[str, Any] | None, why: str = ""
+) -> None:
+    """Tells the controller what became of a move.
+
+    Args:
+      session: of the run, under the plan that holds now.
+      wanted: the plan that was to be reached.
+      row: of the transition's metrics; None: state did not move, or not to its end.
+      why: it failed, where that is known.
+    """
+    session.schedule.forget()
+    if session.adaptation is None:
+        return
+    error = session.adaptation.transition_ended(session.job.execution, wanted, row, why)
+    if error:
+        with writing(session):
+            session.outputs.move_failed(error)
+
+
+def by_checkpoint_row(job: Job, step: int, seconds: float, compile_s: float) -> dict[str, Any]:
+    """The metrics of a change of plan that went through a checkpoint.
+
+    Args:
+      job: under the new plan.
+      step: the next one.
+      seconds: that it took.
+      compile_s: of these, waiting for a compiler.
+    """
+    return {
+        "step": step,
+        "transition_s": seconds,
+        "transition_compile_s": compile_s,
+        "transition_wire_bytes": 0,
+        "transition_operations": 0,
+        "transition_ways": {str(stage): str(Way.RESTORED) for stage in state_stages(job)},
+    }

@@ -1,0 +1,151 @@
+"""Devices are lost in every phase of a step under a controller: one replan, and the run goes on."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from nereus_jax.core.devices import DeviceId
+from nereus_jax.runtime import faults
+from nereus_jax.runtime.checkpoints import CheckpointStore
+from nereus_jax.runtime.dispatch import run_wave
+from nereus_jax.runtime.transitions import Batch
+from nereus_jax.trainer import loop
+from nereus_jax.trainer import step as step_module
+from nereus_jax.trainer.adaptation import Adaptation
+from nereus_jax.trainer.session import Session
+from nereus_jax.trainer.state import JobState
+from tests.trainer import plan_change_cases as cases
+from tests.trainer.plan_change_cases import Devices, Run, Trainer, tiny_config
+
+pytestmark = pytest.mark.slow
+
+STEP = 1
+GONE = DeviceId(0, 0)
+STAGES = {"generate": "actor-GENERATE", "score": "reference-SCORE", "train": "actor-TRAIN"}
+PHASES = (*STAGES, "weight edge", "transition")
+
+
+def config() -> Any:
+    made = tiny_config(
+        **cases.SMALL
+        | {
+            "transition__verify": "digest",
+            "checkpoint__every": 1,
+            "algorithm__name": "grpo",
+            "algorithm__kl__place": "loss",
+            "num_steps": 3,
+            "control__policy": "dp_only",
+        }
+    )
+    made.rollout.samples_per_prompt = 2
+    made.rollout.batch_size = 8
+    for entry in list(made.plan):
+        del made.plan[entry]
+    for stage in ("actor-TRAIN", "actor-GENERATE", "reference-SCORE"):
+        made.plan[stage] = "dp=2,pp=1,tp=1,devices=0-1"
+    return made
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Trainer:
+    return Trainer()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = trainer.run(config(), tmp_path_factory.mktemp("undisturbed"))
+    assert run.error is None
+    assert (run.workdir / "decisions.jsonl").read_text() == ""
+    return run
+
+
+class Loss:
+    """Takes a device away in a phase of a step, once."""
+
+    def __init__(self, phase: str, patch: pytest.MonkeyPatch) -> None:
+        self.phase, self.devices, self.done = phase, Devices(), False
+        self.restored = 0
+        real = CheckpointStore.restore
+
+        def restore(store: CheckpointStore, step: int, abstract: Any) -> Any:
+            self.restored += 1
+            return real(store, step, abstract)
+
+        patch.setattr(CheckpointStore, "restore", restore)
+        if phase in STAGES:
+            patch.setattr(step_module, "run_wave", self.run_wave)
+        if phase == "train":  # what is trained has been taken over by the update
+            patch.setattr(faults, "probe", lambda world: frozenset([GONE] if self.done else []))
+        if phase == "weight edge":
+            patch.setattr(loop, "refresh_edges", self.during(loop.refresh_edges))
+        if phase == "transition":
+            patch.setattr(Adaptation, "_cannot_wait", lambda self, state: state.pending is not None)
+
+    def lose(self) -> None:
+        self.done = True
+        assert self.devices.lose(GONE)
+        raise jax.errors.JaxRuntimeError("INTERNAL: no answer from the device")
+
+    def run_wave(self, works: Any, step: int, meanwhile: Any) -> Any:
+        here = step == STEP and STAGES[self.phase] in [work.name for work in works]
+        if self.done or not here:
+            return run_wave(works, step, meanwhile)
+        if self.phase == "train":
+            works[0].launches[0]()  # one update of two
+        else:
+            run_wave(works, step, meanwhile)
+        self.lose()
+
+    def during(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def run(job: Any, state: JobState) -> Any:
+            found = real(job, state)
+            if state.counters.step == STEP and not self.done:
+                self.lose()
+            return found
+
+        return run
+
+    def before_change(self, session: Session, state: JobState) -> None:
+        """Another device is announced to go, so that there is a transition to lose one in."""
+        if self.phase == "transition" and state.counters.step == STEP - 1:
+            assert session.adaptation is not None
+            session.adaptation.sources.inbox.submit(
+                {"change": "revoke", "devices": ["0:1"], "deadline_s": 1e5}
+            )
+
+    def observe(self, batch: Batch) -> None:
+        if self.phase == "transition" and not self.done:
+            self.done = True
+            self.devices.lose(GONE)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_device_goes_in_any_phase(
+    phase: str,
+    trainer: Trainer,
+    undisturbed: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loss = Loss(phase, monkeypatch)
+    run = trainer.run(config(), tmp_path, before_change=loss.before_change, observe=loss.observe)
+    assert run.error is None and loss.done
+    # An update that had begun has consumed the state before it.
+    assert loss.restored == (1 if phase == "train" else 0)
+    assert run.states[STEP] == undisturbed.states[STEP]
+    assert {d for p in run.jobs[2].plan.placements.values() for d in p.devices}.isdisjoint({GONE})
+    assert [row["step"] for row in run.steps()] == [0, 1, 2]
+    samples = [row["sample"] for row in run.rows("samples")]
+    assert samples == [row["sample"] for row in undisturbed.rows("samples")] == list(range(48))
+    for got, wanted in zip(run.steps()[: STEP + 1], undisturbed.steps(), strict=False):
+        assert got["policy_version"] == wanted["policy_version"]
+        assert got["policy_loss"] == pytest.approx(wanted["policy_loss"], abs=1e-5)
+    decisions = run.rows("decisions")
+    assert 1 <= len(decisions) <= (2 if phase == "transition" else 1)
+    for row in decisions:
+        assert (row["trigger"], row["verdict"]) == ("pool", "urgent")
+    assert decisions[-1]["transition_s_measured"] > 0
+    assert ("transition_error" in decisions[-1]) == (phase == "train")
