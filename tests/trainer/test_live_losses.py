@@ -36,6 +36,7 @@ def config() -> Any:
             "checkpoint__every": 1,
             "algorithm__name": "grpo",
             "algorithm__kl__place": "loss",
+            "algorithm__kl__estimator": "k3",
             "num_steps": 3,
             "control__policy": "dp_only",
         }
