@@ -71,17 +71,19 @@ def read_counters(
     spec = jax.tree.leaves(engine.opt_state_spec, is_leaf=is_leaf_spec)
     values = jax.tree.leaves(state.opt_state)
     counters = [x for leaf, x in zip(spec, values, strict=True) if not isinstance(leaf, LeafSpec)]
-    if jax.process_count() > 1:
-        found = host.fetch({str(i): x for i, x in enumerate(counters)})
-        return tuple(found.values())
-    return tuple(_any_copy(views.of(world, x)) for x in counters)
+    return tuple(_any_copy(x, views.of(world, x)) for x in counters)
 
 
-def _any_copy(blocks: Blocks) -> np.ndarray:
-    for block in blocks.values():
-        if not block.is_deleted():
-            return np.asarray(block)
-    raise AssertionError("a counter has no copy left, though a unit of its model-stage is intact")
+def _any_copy(counter: jax.Array, blocks: Blocks) -> np.ndarray:
+    """The value of a counter, which some process has; its blocks here may be gone."""
+    here = [np.asarray(block) for block in blocks.values() if not block.is_deleted()]
+    value = here[0] if here else np.zeros(counter.shape, counter.dtype)
+    held = host.gather(np.array(bool(here)))
+    if not held.any():
+        raise AssertionError(
+            "a counter has no copy left, though a unit of its model-stage is intact"
+        )
+    return host.gather(value)[int(np.argmax(held))]
 
 
 def unflatten(

@@ -283,7 +283,7 @@ def carry_out(
     }
     units = _units(old, state)
     if graph.lost and how != "off":
-        how, before = "digest", surviving_fingerprints(old, units)
+        how, before = "digest", surviving_fingerprints(old, units, graph.lost)
     else:
         before = fingerprints(old, state, how)
     keep_old = graph.old_state_fits and not graph.lost

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nereus_jax.core.devices import DeviceId
 from nereus_jax.core.emu_spec import EmuSpec
 from nereus_jax.core.errors import DigestError
 from nereus_jax.core.roles import ModelStage
@@ -62,15 +63,22 @@ def fingerprints(job: Job, state: JobState, how: str) -> Fingerprints:
 
 
 def surviving_fingerprints(
-    job: Job, units: Mapping[ModelStage, Sequence[ElasticModelUnit]]
+    job: Job,
+    units: Mapping[ModelStage, Sequence[ElasticModelUnit]],
+    lost: frozenset[DeviceId],
 ) -> Fingerprints:
     """The digests of what lost devices have left whole: of model-stages with an intact unit.
 
     Under ZeRO-1 no unit is whole by itself.
+
+    Args:
+      job: under the plan of the units.
+      units: of each model-stage; blocks of those of other processes cannot be looked at.
+      lost: devices that are gone, in whatever process.
     """
     found: dict[ModelStage, Mapping[str, Any]] = {}
     for stage, of_stage in units.items():
-        intact = [u for u in of_stage if u.is_intact]
+        intact = [u for u in of_stage if u.is_intact and lost.isdisjoint(u.unit.devices)]
         if not intact or (stage in job.trains and job.trains[stage].zero1):
             continue
         kv_heads, spec = job.decoder(stage).num_kv_heads, unit_spec(job, stage)
