@@ -264,6 +264,7 @@ class Controller:
     ) -> tuple[ControllerState, Decision]:
         _check_there(state, event.devices)
         going = frozenset(event.devices)
+        announced = isinstance(event, DevicesLost) and going <= state.leaving.keys()
         if isinstance(event, DevicesLost):
             state = dataclasses.replace(
                 state,
@@ -282,11 +283,12 @@ class Controller:
         if target is not None:
             if going.isdisjoint(plan_devices(target)):
                 # What is under way leads away from these devices, or they are not needed.
-                return self._notice(state), Keep()
+                return state if announced else self._notice(state), Keep()
             state = dataclasses.replace(state, pending=None, pending_s=0.0)
         if target is not None or state.missing(state.usable.devices):
             return self._replan(state, [POOL])
-        return self._notice(state), Keep()
+        # That devices go when their time is over is no change: they were done without since then.
+        return state if announced else self._notice(state), Keep()
 
     def _notice(self, state: ControllerState) -> ControllerState:
         if not self.settings.policy.on_pool or POOL in state.noticed:

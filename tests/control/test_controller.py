@@ -254,6 +254,20 @@ def test_a_revocation_is_left_before_its_deadline():
     assert run.tell(DevicesLost(time_s=at + 60.0, devices=devices(6, 7))) == Keep()
 
 
+def test_devices_that_go_as_announced_are_no_second_change():
+    run = Run(tp=1)
+    run.steps(*[40.0] * 3)
+    run.tell(Revocation(time_s=run.time_s, devices=devices(7), deadline_s=1e4))
+    run.steps(*[40.0] * 3)
+    replans = run.state.replans
+    run.tell(DevicesLost(time_s=run.time_s, devices=devices(7)))
+    assert devices(7)[0] not in run.state.pool.devices and not run.state.noticed
+    run.steps(40.0)
+    assert run.state.replans == replans
+    run.tell(DevicesLost(time_s=run.time_s, devices=devices(6)))  # nobody had announced it
+    assert run.state.noticed == (POOL,)
+
+
 def test_a_revocation_that_comes_too_late_is_a_checkpoint():
     run = Run(tp=2, costs=ToyCosts(move_s=50.0))
     run.steps(*[150.0] * 5)

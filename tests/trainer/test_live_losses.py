@@ -1,5 +1,6 @@
 """Devices are lost in every phase of a step under a controller: one replan, and the run goes on."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,3 +151,68 @@ def test_a_device_goes_in_any_phase(
         assert (row["trigger"], row["verdict"]) == ("pool", "urgent")
     assert decisions[-1]["transition_s_measured"] > 0
     assert ("transition_error" in decisions[-1]) == (phase == "train")
+
+
+def announce(session: Session, *devices: str, deadline_s: float) -> None:
+    assert session.adaptation is not None
+    session.adaptation.sources.inbox.submit(
+        {"change": "revoke", "devices": list(devices), "deadline_s": deadline_s}
+    )
+
+
+@pytest.mark.parametrize("deadline_s", [1e5, 0.0], ids=["in time", "too late"])
+def test_devices_are_left_before_they_go(
+    deadline_s: float,
+    trainer: Trainer,
+    undisturbed: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By moving if there is time, else through a checkpoint of the state as it is."""
+    late = deadline_s == 0
+    loss = Loss("none", monkeypatch)
+    monkeypatch.setattr(Adaptation, "_cannot_wait", lambda self, state: state.pending is not None)
+    plans: dict[int, Any] = {}
+
+    def before_change(session: Session, state: JobState) -> None:
+        adaptation, step = session.adaptation, state.counters.step
+        assert adaptation is not None and adaptation.state is not None
+        plans[step] = session.job.plan
+        if step == STEP - 1:
+            announce(session, "0:0", deadline_s=deadline_s)
+        if step == STEP and not late and adaptation.state.leaving:  # its time is over
+            adaptation.state = dataclasses.replace(adaptation.state, leaving={GONE: 0.0})
+
+    run = trainer.run(config(), tmp_path, before_change=before_change)
+    assert run.error is None
+    assert loss.restored == int(late)
+    assert run.states[STEP] == undisturbed.states[STEP]
+    for step in (STEP, 2):
+        used = {d for p in run.jobs[step].plan.placements.values() for d in p.devices}
+        assert GONE not in used
+    assert run.said("lost devices: 0:0; going on with 7 of 8 devices")
+    assert not run.said("going back") or late
+    (decision,) = run.rows("decisions")
+    assert decision["verdict"] == "urgent" and "transition_error" not in decision
+    assert ("by checkpoint and restart" in decision["reason"]) == late
+    (row,) = run.transitions()
+    assert decision["transition_s_measured"] == row["transition_s"] > 0
+    assert [row["step"] for row in run.steps()] == [0, 1, 2]
+    assert [row["sample"] for row in run.rows("samples")] == list(range(48))
+
+
+def test_when_all_devices_go_the_run_ends_and_can_go_on(
+    trainer: Trainer, undisturbed: Run, tmp_path: Path
+) -> None:
+    def before_change(session: Session, state: JobState) -> None:
+        if state.counters.step == 0:
+            announce(session, "0:0-7", deadline_s=60)
+
+    ended = trainer.run(config(), tmp_path, before_change=before_change)
+    assert ended.error is None and [row["step"] for row in ended.steps()] == [0]
+    assert ended.said("the run ends before step 2: all devices that are left will be gone; start")
+    again = trainer.run(config(), tmp_path)
+    assert again.error is None and again.said("resumed from the checkpoint of step 1")
+    assert again.states[STEP] == undisturbed.states[STEP]
+    assert [row["step"] for row in again.steps()] == [0, 1, 2]
+    assert [row["sample"] for row in again.rows("samples")] == list(range(48))
