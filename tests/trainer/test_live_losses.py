@@ -202,17 +202,29 @@ def test_devices_are_left_before_they_go(
 
 
 def test_when_all_devices_go_the_run_ends_and_can_go_on(
-    trainer: Trainer, undisturbed: Run, tmp_path: Path
+    trainer: Trainer, undisturbed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The same command goes on, under the plan that the controller had moved to."""
+    monkeypatch.setattr(Adaptation, "_cannot_wait", lambda self, state: state.pending is not None)
+
     def before_change(session: Session, state: JobState) -> None:
         if state.counters.step == 0:
-            announce(session, "0:0-7", deadline_s=60)
+            announce(session, "0:0", deadline_s=1e5)
+        if state.counters.step == 1:
+            announce(session, "0:1-7", deadline_s=60)
 
     ended = trainer.run(config(), tmp_path, before_change=before_change)
-    assert ended.error is None and [row["step"] for row in ended.steps()] == [0]
-    assert ended.said("the run ends before step 2: all devices that are left will be gone; start")
+    assert ended.error is None and [row["step"] for row in ended.steps()] == [0, 1]
+    assert ended.said("the run ends before step 3: all devices that are left will be gone; start")
     again = trainer.run(config(), tmp_path)
-    assert again.error is None and again.said("resumed from the checkpoint of step 1")
-    assert again.states[STEP] == undisturbed.states[STEP]
+    assert again.error is None and again.said("resumed from the checkpoint of step 2")
+    assert again.said("going on under the plan that the controller had moved to")
+    assert again.jobs[2].execution == ended.jobs[1].execution != ended.jobs[0].execution
     assert [row["step"] for row in again.steps()] == [0, 1, 2]
     assert [row["sample"] for row in again.rows("samples")] == list(range(48))
+    assert [row["verdict"] for row in again.rows("decisions")] == ["urgent"]
+    made = config()  # another plan is asked for: that is meant
+    made.plan["reference-SCORE"] = "dp=1,pp=1,tp=1,devices=1"
+    made.num_steps = 3
+    other = trainer.run(made, tmp_path)
+    assert other.error is None and not other.said("going on under the plan")

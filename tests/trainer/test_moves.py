@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -26,11 +26,14 @@ from nereus_jax.core.execution_plan import ExecutionPlan
 from nereus_jax.core.layout import ParallelLayout
 from nereus_jax.core.plan import Placement, Plan
 from nereus_jax.core.roles import ACTOR_GENERATE, ACTOR_TRAIN
-from nereus_jax.core.transition import Way
+from nereus_jax.core.transition import TransitionGraph, Way, placed_units
 from nereus_jax.runtime.checkpoints import CheckpointStore
 from nereus_jax.runtime.programs import ProgramCache
+from nereus_jax.runtime.transitions import Batch, batches
 from nereus_jax.trainer import moves, outputs, recovery, steering
 from nereus_jax.trainer.adaptation import make_adaptation
+from nereus_jax.trainer.half_way import form_of, has_whole
+from nereus_jax.trainer.plan_change import PlanChange
 from nereus_jax.trainer.pool_events import PoolInbox, PoolSources
 from nereus_jax.trainer.session import Session
 from nereus_jax.trainer.state import JobState
@@ -237,6 +240,58 @@ def test_a_replica_fills_a_plan_with_zero1(
         assert [end.error for end in script.ends] == [""]
         (row,) = outputs_of(session)
         assert row["transition_s_measured"] > 0
+
+
+def test_units_that_are_left_on_the_way_to_zero1_are_known_for_what_they_are(
+    programs: ProgramCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole before the operation, parts after it; a loss before any operation is survived."""
+    monkeypatch.setattr(TransitionGraph, "old_state_fits", property(lambda graph: False))
+    no_checkpoint(monkeypatch)
+    number, count = 0, 1
+    while number < count:
+        devices, begun = Devices(), []
+        work = controlled(tmp_path / str(number), programs, monkeypatch)
+        with work as (session, state, script):
+            before = logical(session.job, state)
+            target = moved(session.job, [2, 3], 2, 1, zero1=True)
+            decide(session, state, script, to(target))
+            prepared = session.schedule.prepared
+            assert prepared is not None
+            count = len(batches(prepared.graph))
+            check_forms(prepared, session)
+            script.decisions.append(Keep())
+
+            def lose(
+                batch: Batch,
+                begun: list[Batch] = begun,
+                number: int = number,
+                devices: Devices = devices,
+            ) -> None:
+                if len(begun) == number:
+                    devices.lose(DeviceId(0, 1))
+                begun.append(batch)
+
+            session.observe = lose
+            for _ in range(2):
+                session.schedule.hurries = True
+                boundary(session, state, 1)
+            assert session.job.execution == target
+            assert logical(session.job, state) == before | {"counters": state.counters}
+        number += 1
+
+
+def check_forms(change: PlanChange, session: Session) -> None:
+    old, new = (
+        placed_units(ACTOR_TRAIN, job.plan[ACTOR_TRAIN]) for job in (change.old, change.new)
+    )
+    held = {unit: cast(Any, None) for unit in (*old, *new)}
+    first, last = (form_of(change, n, ACTOR_TRAIN) for n in (0, len(change.graph.operations)))
+    assert not first.choice.zero1 and last.choice.zero1
+    assert has_whole(first, {ACTOR_TRAIN: {old[1]: held[old[1]]}}, ACTOR_TRAIN)
+    assert not has_whole(first, {}, ACTOR_TRAIN)
+    assert not has_whole(last, {ACTOR_TRAIN: {new[0]: held[new[0]]}}, ACTOR_TRAIN)
+    assert has_whole(last, {ACTOR_TRAIN: {unit: held[unit] for unit in new}}, ACTOR_TRAIN)
 
 
 def test_without_a_copy_the_decision_stays_on_record(

@@ -2,6 +2,8 @@
 
 import http.client
 import json
+import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from nereus_jax.core.layout import ParallelLayout
 from nereus_jax.core.plan import Placement, Plan
 from nereus_jax.core.roles import ACTOR_TRAIN
 from nereus_jax.testing import tiny_run_config
+from nereus_jax.trainer import loop
 from nereus_jax.trainer.pool_events import PoolFile, PoolInbox, PoolStatus, open_pool_sources
 from nereus_jax.trainer.pool_hook import MOST_BYTES, TOKEN_VARIABLE, open_hook, parse_address
 
@@ -257,6 +260,16 @@ def test_elsewhere_than_on_this_machine_it_needs_a_token(
 
 
 # --- as configured ---
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_signals_ask_for_an_end_at_the_boundary(number: int) -> None:
+    before = signal.getsignal(number)
+    with loop._interrupts() as asked:
+        assert not asked.is_set()
+        os.kill(os.getpid(), number)
+        assert asked.wait(10)
+    assert signal.getsignal(number) is before
 
 
 def test_sources_are_those_of_the_configuration(tmp_path: Path) -> None:
