@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from nereus_jax.config import RunConfig
 from nereus_jax.control.controller import Controller
 from nereus_jax.control.costs import Beliefs
 from nereus_jax.control.expectation import forecast_of
@@ -54,6 +55,7 @@ from nereus_jax.trainer.job import Job
 from nereus_jax.trainer.plan_change import WAYS
 from nereus_jax.trainer.pool_events import PoolSources, PoolStatus
 from nereus_jax.trainer.problem import longest_workload, plan_problem
+from nereus_jax.trainer.room import next_room
 from nereus_jax.trainer.step import StepResult
 
 
@@ -64,8 +66,8 @@ class Adaptation:
     Attributes:
       controller: decides.
       state: what it knows; None in every process but 0.
+      config: of the run. Devices that are emulated go when their time is over.
       every: the devices that the job was formed with.
-      emulated: whether they are, so that what is revoked goes when its time is over.
       trace: changes of the pool to come, by step.
       held: others that have come, and wait behind the loss of devices.
       sources: where others tell of changes of the pool.
@@ -78,8 +80,8 @@ class Adaptation:
 
     controller: Controller
     state: ControllerState | None
+    config: RunConfig
     every: DevicePool
-    emulated: bool
     sources: PoolSources
     trace: Sequence[TraceEvent] = ()
     held: Sequence[TraceEvent] = ()
@@ -180,6 +182,9 @@ class Adaptation:
         forecast = forecast_of(settings, state)
         if forecast is None or state.facts is None:
             return True
+        # A longer response takes the next room, not its own length alone.
+        if next_room(self.config, state.room_tokens) > state.facts.limit_tokens:
+            return True
         coming = forecast.crossing_step(state.facts.limit_tokens)
         return coming is None or coming <= 1
 
@@ -212,7 +217,7 @@ class Adaptation:
     def _expired(self, state: ControllerState) -> list[TraceEvent]:
         """Devices whose time is over: emulated ones go, others are done without."""
         over = {d for d, gone_at_s in state.leaving.items() if gone_at_s <= self.time_s}
-        if not self.emulated:
+        if not self.config.emulated_devices:
             over -= plan_devices(state.plan)  # while they answer, the job may get away
         if not over:
             return []
@@ -374,8 +379,8 @@ def make_adaptation(job: Job, hardware: Hardware, sources: PoolSources) -> Adapt
     return Adaptation(
         controller=Controller(settings=settings, costs=costs),
         state=state,
+        config=config,
         every=job.world.every,
-        emulated=bool(config.emulated_devices),
         sources=sources,
         trace=trace,
     )
