@@ -1,8 +1,11 @@
 """Pool traces: what they say, and which line is wrong."""
 
 import json
+import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nereus_jax.control.pool_trace import (
     PoolChange,
@@ -226,6 +229,29 @@ def test_a_wrong_message_changes_nothing(message, reason):
         reader.message(message)
     assert reason in str(caught.value)
     assert len(reader.message({"change": "lost", "devices": 8}).devices) == 8
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 12)
+    | st.floats()
+    | st.sampled_from(["0:1", "1:0-3", "0:3-1", "lost", "joined", "revoke", "0:0-70000"]),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["change", "devices", "deadline_s", "event"]), VALUES))
+def test_any_message_is_a_change_or_a_reason(message):
+    reader = PoolReader(POOL, DevicePool(devices=POOL.devices[:6]), leaving=[DeviceId(0, 1)])
+    try:
+        event = reader.message(message)
+    except ValueError as error:
+        assert "\n" not in str(error)
+    else:
+        assert event.devices and set(event.devices) <= set(POOL.devices)
+        assert math.isfinite(event.deadline_s) and event.deadline_s >= 0
 
 
 def test_a_change_is_the_same_when_it_is_read_again():
