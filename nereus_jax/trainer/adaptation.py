@@ -55,7 +55,7 @@ from nereus_jax.trainer.job import Job
 from nereus_jax.trainer.plan_change import WAYS
 from nereus_jax.trainer.pool_events import PoolSources, PoolStatus
 from nereus_jax.trainer.problem import longest_workload, plan_problem
-from nereus_jax.trainer.room import next_room
+from nereus_jax.trainer.room import next_rooms
 from nereus_jax.trainer.step import StepResult
 
 
@@ -183,7 +183,7 @@ class Adaptation:
         if forecast is None or state.facts is None:
             return True
         # A longer response takes the next room, not its own length alone.
-        if next_room(self.config, state.room_tokens) > state.facts.limit_tokens:
+        if next_rooms(self.config, state.room_tokens)[-1] > state.facts.limit_tokens:
             return True
         coming = forecast.crossing_step(state.facts.limit_tokens)
         return coming is None or coming <= 1

@@ -11,6 +11,8 @@ from nereus_jax.core.devices import DeviceId
 from nereus_jax.core.emu_spec import DTYPE_BYTES, LeafSpec
 from nereus_jax.core.errors import InfeasiblePlanError
 from nereus_jax.core.roles import ModelStage
+from nereus_jax.models.sampling import SamplingConfig
+from nereus_jax.runtime.engines.packed import PackedShape
 from nereus_jax.runtime.engines.train import TrainEngine
 from nereus_jax.runtime.optimizers import is_leaf_spec
 from nereus_jax.runtime.programs import ProgramKey
@@ -64,7 +66,13 @@ def stage_bytes(job: Job) -> dict[ModelStage, StageBytes]:
 
 
 def _belongs(job: Job, key: ProgramKey) -> bool:
-    """Whether a program is one of the plan: other plans leave theirs behind."""
+    """Whether a program is one of the plan, for rows as long as they are now: other plans leave
+    theirs behind, and longer rows have theirs compiled ahead."""
+    for part in key.static:
+        if isinstance(part, PackedShape) and part.span > job.row_length:
+            return False
+        if isinstance(part, SamplingConfig) and part.max_tokens > job.room:
+            return False
     return any(
         key.model_stage == str(stage)
         and key.layout == str(placement.layout)

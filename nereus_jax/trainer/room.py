@@ -15,18 +15,20 @@ from nereus_jax.trainer.compilation import step_recipes
 from nereus_jax.trainer.footprint import check_memory, stage_bytes
 from nereus_jax.trainer.job import Job
 
-GROWTH = 1.5
-"""Of the room: each size is compiled once, and rows are at most so many times too wide."""
+GROWTHS = (1.5, 1.25, 1.125)
+"""Of the room: each size is compiled once, and rows are at most so many times too wide. The smaller
+ones are for when there is no memory for more."""
 MULTIPLE = 8
 """Sizes are whole multiples of it."""
 SOON = 0.8
 """Share of the room from which on the longest response has the next one compiled."""
 
 
-def next_room(config: RunConfig, room: int) -> int:
-    """The room after this one, in response tokens."""
-    larger = -(-int(room * GROWTH) // MULTIPLE) * MULTIPLE
-    return min(max(larger, room + 1), config.rollout.max_response_length)
+def next_rooms(config: RunConfig, room: int) -> tuple[int, ...]:
+    """The rooms that may come after this one, in response tokens, the one that is wanted first."""
+    sizes = [-(-int(room * growth) // MULTIPLE) * MULTIPLE for growth in GROWTHS]
+    most = config.rollout.max_response_length
+    return tuple(dict.fromkeys(min(max(size, room + 1), most) for size in sizes))
 
 
 def outgrows(job: Job, rollout: Rollout) -> bool:
@@ -37,28 +39,29 @@ def outgrows(job: Job, rollout: Rollout) -> bool:
 
 
 def with_more_room(job: Job) -> Job:
-    """The run with the next room, everything compiled for it.
+    """The run with the next room that there is memory for, everything compiled for it.
 
     Raises:
-      OutOfMemoryError: the plan has no memory for it; the same on every process.
+      OutOfMemoryError: the plan has no memory for any; the same on every process.
     """
-    larger = job.with_room(next_room(job.config, job.room))
-    for recipe in step_recipes(larger):
-        larger.programs.get(*recipe)
-    with host.together():
+    refused = ""
+    for room in next_rooms(job.config, job.room):
+        larger = job.with_room(room)
+        for recipe in step_recipes(larger):
+            larger.programs.get(*recipe)
         try:
-            check_memory(larger, stage_bytes(larger))
+            with host.together():
+                check_memory(larger, stage_bytes(larger))
         except InfeasiblePlanError as error:
-            raise OutOfMemoryError(
-                f"responses outgrow {job.room} tokens, and for {larger.room} there is no memory: "
-                f"{error}"
-            ) from None
-    return larger
+            refused = f"for {room} there is no memory: {error}"
+        else:
+            return larger
+    raise OutOfMemoryError(f"responses outgrow {job.room} tokens, and {refused}")
 
 
 def compile_more_room(job: Job, rollout: Rollout, queue: CompileQueue) -> None:
     """Compiles for the next room in the background, if responses come near the end of this one."""
     full = job.room >= job.config.rollout.max_response_length
     if not full and rollout.response_lengths_B.max() >= SOON * job.room:
-        for recipe in step_recipes(job.with_room(next_room(job.config, job.room))):
+        for recipe in step_recipes(job.with_room(next_rooms(job.config, job.room)[0])):
             job.programs.prefetch(*recipe, queue)

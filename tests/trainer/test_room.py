@@ -18,7 +18,7 @@ from nereus_jax.trainer.compilation import step_recipes
 from nereus_jax.trainer.footprint import device_bytes, stage_bytes
 from nereus_jax.trainer.job import make_job, read_inputs
 from nereus_jax.trainer.loop import train
-from nereus_jax.trainer.room import next_room
+from nereus_jax.trainer.room import next_rooms
 
 LONGEST = 12
 
@@ -133,8 +133,10 @@ def test_room_grows_in_few_sizes_to_the_longest() -> None:
     config = parse_config(config_of(rollout__max_response_length=4000, rollout__first_room=100))
     rooms = [100]
     while rooms[-1] < 4000:
-        rooms.append(next_room(config, rooms[-1]))
+        rooms.append(next_rooms(config, rooms[-1])[0])
     assert rooms[-1] == 4000 and len(rooms) < 12
+    assert next_rooms(config, 100) == (152, 128, 112)  # the smaller ones where memory is short
+    assert next_rooms(config, 3999) == (4000,)
     with pytest.raises(ConfigError, match=r"first_room=13 .*max_response_length=12"):
         parse_config(config_of(rollout__first_room=13))
 
@@ -149,3 +151,29 @@ def test_responses_are_as_long_as_a_trace_says(tmp_path: Path) -> None:
         np.testing.assert_array_equal(rollout.response_lengths_B, wanted)
         assert row["finished_fraction"] == 1.0
     assert rows[0]["response_room"] < rows[-1]["response_room"]
+
+
+@pytest.mark.slow
+def test_room_grows_by_less_where_memory_is_short(tmp_path: Path) -> None:
+    """What was compiled for a room that did not fit counts no more."""
+    config = config_of(
+        num_steps=1,
+        rollout__first_room=16,
+        rollout__max_response_length=48,
+        rollout__length_trace="19:19:2",
+        rollout__length_shape="lognormal=0.0",
+        eval__every=0,
+    )
+    checked = parse_config(copy.deepcopy(config))
+    world = form_world(emulated_devices=8)
+    needs: dict[int, int] = {}
+    for room in (16, 24, 40):
+        job = make_job(checked, read_inputs(checked), world).with_room(room)
+        for recipe in step_recipes(job):
+            job.programs.get(*recipe)
+        needs[room] = max(device_bytes(job, stage_bytes(job)).values())
+    assert needs[16] < needs[24] < needs[40]
+    config.rollout.first_room, config.rollout.length_trace = 24, "26:26:2"
+    config.device_memory_gib = (needs[40] - 1) / 2**30  # 24 -> 40 does not fit, 32 does
+    (row,) = run(config, tmp_path)
+    assert row["response_room"] == 32 and row["response_length_max"] == 26
