@@ -30,6 +30,7 @@ def run(plans: list[ExecutionPlan], seconds: list[float], **spent: float) -> Run
                 start_s=clock,
                 step_s=step_s,
                 mean_tokens=1.0,
+                p95_tokens=1.0,
                 longest_tokens=1,
                 peak_bytes=0,
                 samples=step + 1,
