@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CHANGES = [16, 16, 8, 8, 12, 16, 16, 4, 4, 16]
+CHANGES = [16, 8, 12, 16, 4, 16, 12, 16, 8, 16, 12, 16]
 NAMES = {
     "supply": (
         "availability_16-node_aws-08-27-2023_us-east-2b_v100_1.json",
@@ -23,7 +23,7 @@ NAMES = {
 @pytest.fixture
 def traces(tmp_path: Path) -> Path:
     """Files of the names and formats of the real ones."""
-    counts = [n for n in CHANGES for _ in range(12)]
+    counts = [n for n in CHANGES for _ in range(10)]
     contents = {
         "supply": json.dumps({"metadata": {"gap_seconds": 300}, "data": counts}),
         "lengths": "step,mean_response_length\n0,400\n100,900\n",
@@ -74,4 +74,5 @@ def test_scale_1024(tmp_path: Path) -> None:
     data = run("scale_1024", "--steps=30", output=tmp_path / "out.json")
     assert data["simulated"] is True and data["steps"] == 30 and not data["failure"]
     assert data["moves"] == len(data["transition_s"]) == len(data["transition_bytes"])
-    assert data["transitions"] <= data["moves"] and 0.0 < data["transition_share"] < 1.0
+    # What the last step decided is not carried out any more.
+    assert data["transitions"] <= data["moves"] + 1 and 0.0 < data["transition_share"] < 1.0
