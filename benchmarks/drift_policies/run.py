@@ -2,96 +2,33 @@
 
 python benchmarks/drift_policies/run.py --traces=DIRECTORY --json=drift_policies.json
 
-DIRECTORY has supply/, lengths/ and requests/ with the files that `FILES` names; README.md says
+DIRECTORY has supply/, lengths/ and requests/ with the files that traces.py names; README.md says
 where they come from.
 """
 
 import argparse
-import itertools
 import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nereus_jax.core.presets import preset
-from nereus_jax.core.roles import Role
-from nereus_jax.core.workflow import policy_gradient
-from nereus_jax.planning.hardware import load_hardware
-from nereus_jax.planning.length_traces import read_lengths, read_shape
-from nereus_jax.planning.search_problem import PlanProblem
-from nereus_jax.planning.workload import LengthHistogram, Workload
+import traces
+
+from nereus_jax.core.workflow import ALGORITHMS
 from nereus_jax.simulator.compare import ALL, Comparison, compare
-from nereus_jax.simulator.setup import make_scenario
-from nereus_jax.simulator.supply import Supply, read_supply
-from nereus_jax.simulator.traces import DriftTrace, drift_trace
 
-EAST = "supply/availability_16-node_aws-08-27-2023_us-east-2b_v100_1.json"
-WEST = "supply/availability_16-node_aws-08-27-2023_us-west-2a_v100_1.json"
-TAIL = "requests/servegen_deepseek-r1_output_tokens_hist.csv"
-FILES = {
-    "A": (EAST, 0, "lengths/length_orz-7b.csv"),
-    "B": (WEST, 0, "lengths/length_dapo_qwen2.5-32b.csv"),
-    "C": (EAST, 1, "lengths/length_orz-32b.csv"),
-}
-"""Supply, which of its windows, and length curve of each trace."""
-STEPS = 50
-GAP_S = 300.0
-NODES = 4
-HOP = 10
-"""Samples from one window that is looked at to the next."""
-LEAST_SHARE, MOST_EMPTY, LEAST_CHANGES = 0.5, 0.05, 4
 OTHERS = {"vs_dp_only": "dp_only", "vs_any_gain": "any_gain", "vs_every_k": "every_k"}
-
-
-def windows(supply: Supply) -> list[Supply]:
-    """Those that the README's rule takes, none of which overlaps the one before."""
-    found: list[Supply] = []
-    first, last = 0, int(supply.end_s // GAP_S) - STEPS
-    while first <= last:
-        counts = [supply.at((first + i) * GAP_S) for i in range(STEPS)]
-        changes = sum(a != b for a, b in itertools.pairwise(counts))
-        empty = sum(n == 0 for n in counts) / STEPS
-        taken = counts[0] >= LEAST_SHARE * supply.most
-        if taken and empty <= MOST_EMPTY and changes >= LEAST_CHANGES:
-            found.append(supply.cut(first * GAP_S, (first + STEPS) * GAP_S))
-            first += STEPS
-        else:
-            first += HOP
-    return found
-
-
-def make_problem() -> PlanProblem:
-    """The job."""
-    return PlanProblem(
-        workflow=policy_gradient(
-            "ppo", reward_model=True, reference=True, recompute_old_logprobs=True
-        ),
-        models=dict.fromkeys(Role, preset("llama3-8b")),
-        workload=Workload(
-            prompts=512,
-            prompt_lengths=LengthHistogram.constant(512),
-            response_lengths=LengthHistogram.constant(8192),
-            max_response_tokens=8192,
-            minibatch_size=128,
-        ),
-        hardware=load_hardware("a100-80gb"),
-        num_devices=8 * NODES,
-    )
-
-
-def make_trace(directory: Path, name: str) -> DriftTrace:
-    """One of the three traces."""
-    supply_file, window, length_file = FILES[name]
-    supply = windows(read_supply(directory / supply_file))[window]
-    return drift_trace(
-        supply.scaled(NODES).at_least(1),
-        read_lengths(directory / length_file),
-        read_shape(directory / TAIL),
-        steps=STEPS,
-        name=name,
-        seconds_per_step=GAP_S,
-    )
+NOTICE_S = 120.0
+"""That AWS gives before it takes a spot instance back."""
+DRAWN = {"dp_only": "tab:red", "payback": "tab:blue", "oracle": "black"}
+PARTS = {
+    "transitions_s": "transitions",
+    "losses_s": "lost devices",
+    "refused_s": "refused moves",
+    "mispredicted_s": "mispredicted plans",
+    "late_s": "late reaction",
+}
 
 
 def marks(compared: Mapping[str, Comparison]) -> dict[str, float]:
@@ -112,30 +49,97 @@ def marks(compared: Mapping[str, Comparison]) -> dict[str, float]:
         (mean(t, "dp_only") - mean(t, "payback")) / (mean(t, "dp_only") - mean(t, "oracle"))
         for t in figures
     )
+    found["oom"] = max(sum(r.oom for r in c.runs["payback"]) for c in compared.values())
     return found
+
+
+def gaps_table(compared: Comparison) -> str:
+    """The parts of each policy's gap to the oracle, in seconds a step."""
+    lines = [f"{'s/step over the oracle':22}" + "".join(f"{v:>20}" for v in PARTS.values())]
+    for name, parts in compared.gaps().items():
+        lines.append(f"{name:22}" + "".join(f"{parts[k]:20.1f}" for k in PARTS))
+    return "\n".join(lines) + "\n"
+
+
+def draw(path: Path, compared: Mapping[str, Comparison]) -> None:
+    """Steps of the first seed above, means of all seeds with the parts of their gaps below."""
+    import matplotlib  # an extra of development
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, len(compared), figsize=(4.6 * len(compared), 6.6))
+    for (name, found), upper, lower in zip(compared.items(), axes[0], axes[1], strict=True):
+        every = {**found.runs, "oracle": found.bounds}
+        pool = upper.twinx()
+        rows = every["oracle"][0].steps
+        pool.fill_between(
+            [r.step for r in rows], [len(r.pool) for r in rows], step="mid", alpha=0.12, color="k"
+        )
+        pool.set(ylim=(0, 80), yticks=[0, 16, 32])
+        pool.set_ylabel("GPUs", loc="bottom")
+        for policy, color in DRAWN.items():
+            steps = every[policy][0].steps
+            style = "--" if policy == "oracle" else "-"
+            upper.plot(
+                [r.step for r in steps], [r.step_s for r in steps], style, color=color, label=policy
+            )
+        upper.set(title=f"trace {name}, simulated", xlabel="step")
+        upper.set_ylabel("seconds of a step")
+        upper.set_ylim(0, 1.25 * upper.get_ylim()[1])
+        _bars(lower, found)
+    axes[0][0].legend(fontsize=8, loc="upper left", ncols=3)
+    handles, labels = axes[1][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize=9)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.savefig(path, dpi=100)
+
+
+def _bars(axis: Any, found: Comparison) -> None:
+    figures, gaps = found.figures(), found.gaps()
+    base = figures["oracle"]["mean_step_s"]
+    names = list(gaps)
+    axis.barh(names, [base] * len(names), color="lightgrey", label="oracle")
+    left = [base or 0.0] * len(names)
+    for part, label in PARTS.items():
+        widths = [max(gaps[n][part], 0.0) for n in names]
+        axis.barh(names, widths, left=left, label=label)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axis.invert_yaxis()
+    axis.set(xlabel="seconds a step, mean of all seeds (simulated)")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--traces", type=Path, required=True, help="directory of the traces")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each policy")
+    parser.add_argument(
+        "--notice", action="store_true", help=f"nodes go {NOTICE_S:.0f} s after a notice"
+    )
+    parser.add_argument(
+        "--algorithm", default="ppo", choices=sorted(ALGORITHMS), help="default ppo"
+    )
     parser.add_argument("--json", type=Path, help="where to write the result")
+    parser.add_argument("--figure", type=Path, help="where to draw it (needs matplotlib)")
     options = parser.parse_args()
     compared: dict[str, Comparison] = {}
     wall_s: dict[str, float] = {}
-    for name in FILES:
-        trace = make_trace(options.traces, name)
+    for name in traces.FILES:
+        trace = traces.make_trace(options.traces, name, NOTICE_S * options.notice)
         start = time.perf_counter()
         compared[name] = compare(
-            lambda seed, trace=trace: make_scenario(make_problem(), trace, NODES, seed),
+            lambda seed, trace=trace: traces.scenario(trace, seed, options.algorithm),
             ALL,
             range(options.seeds),
         )
         wall_s[name] = (time.perf_counter() - start) / options.seeds
-        print(f"trace {name}: nodes {[c.nodes for c in trace.changes]}")
-        print(compared[name].table(), flush=True)
+        print(f"trace {name}: nodes {trace.nodes}, {[(c.at, c.nodes) for c in trace.changes]}")
+        print(compared[name].table())
+        print(gaps_table(compared[name]), flush=True)
     result: dict[str, Any] = {
         "simulated": True,
+        "algorithm": options.algorithm,
+        "notice_s": NOTICE_S * options.notice,
         **marks(compared),
         "wall_s_per_seed": wall_s,
         "traces": {name: c.to_json() for name, c in compared.items()},
@@ -143,6 +147,8 @@ def main() -> None:
     print(json.dumps({k: v for k, v in result.items() if k != "traces"}, indent=1))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if options.figure:
+        draw(options.figure, compared)
 
 
 if __name__ == "__main__":

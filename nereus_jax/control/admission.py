@@ -89,7 +89,7 @@ def choose_profitable(
     """An optional move.
 
     Args:
-      step_s: modelled seconds of a step under the current plan.
+      step_s: modelled seconds of a step under the current plan, losses included.
       candidates: that fit, the fastest first.
       estimate: of the transition to one; asked only where it matters.
       policy: says what is asked of a move.
@@ -97,7 +97,7 @@ def choose_profitable(
     """
     assessed: list[Assessed] = []
     for candidate in candidates:
-        gain_s = step_s - candidate.price.step_s
+        gain_s = step_s - candidate.cost_s
         looked_at = _optional(candidate, gain_s, estimate, policy, horizon_steps)
         assessed.append(looked_at)
         if looked_at.admitted:
@@ -158,7 +158,8 @@ def choose_urgent(
     """A move that must be made.
 
     Args:
-      step_s: modelled seconds of a step under the current plan; the gain is told beside.
+      step_s: modelled seconds of a step under the current plan, losses included; the gain is told
+        beside.
       candidates: that fit.
       estimate: of the transition to one.
       horizon_steps: H_x: over so many steps the transition is paid off.
@@ -167,9 +168,9 @@ def choose_urgent(
     steps = max(horizon_steps, 1.0)
     assessed: list[Assessed] = []
     least_s = math.inf
-    for candidate in sorted(candidates, key=lambda c: c.price.step_s):
-        gain_s = step_s - candidate.price.step_s
-        if candidate.price.step_s * steps >= least_s:
+    for candidate in sorted(candidates, key=lambda c: c.cost_s):
+        gain_s = step_s - candidate.cost_s
+        if candidate.cost_s * steps >= least_s:
             # Even for nothing it would cost more than one that can be had.
             reason = "slower than another with its transition"
             assessed.append(Assessed(candidate=candidate, gain_s=gain_s, reason=reason))
@@ -181,7 +182,7 @@ def choose_urgent(
         elif left_s is not None and transition.seconds > left_s:
             reason = f"takes {transition.seconds:.3g} s of the {left_s:.3g} s that are left"
         else:
-            least_s = min(least_s, candidate.price.step_s * steps + transition.seconds)
+            least_s = min(least_s, candidate.cost_s * steps + transition.seconds)
         pays = gain_s > 0 and transition.executable
         assessed.append(
             Assessed(
@@ -208,4 +209,4 @@ def choose_urgent(
 
 def _total_s(assessed: Assessed, steps: float) -> float:
     assert assessed.transition is not None
-    return assessed.candidate.price.step_s * steps + assessed.transition.seconds
+    return assessed.candidate.cost_s * steps + assessed.transition.seconds

@@ -271,6 +271,8 @@ class Controller:
                 pool=state.pool.without(going),
                 leaving={d: s for d, s in state.leaving.items() if d not in going},
             )
+            surprised = not going.isdisjoint(plan_devices(state.plan))
+            state = dataclasses.replace(state, losses=state.losses + surprised)
         else:
             gone_at_s = event.time_s + event.deadline_s
             state = dataclasses.replace(

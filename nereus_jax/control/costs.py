@@ -41,11 +41,18 @@ class Candidate:
       plan: the plan.
       price: what it costs.
       origin: how it was found.
+      risk_s: seconds a step that losses are expected to cost on top.
     """
 
     plan: ExecutionPlan
     price: PlanPrice
     origin: str
+    risk_s: float = 0.0
+
+    @property
+    def cost_s(self) -> float:
+        """Seconds of a step, losses included: what candidates are compared by."""
+        return self.price.step_s + self.risk_s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,6 +101,7 @@ class CostFunction(Protocol):
         current: ExecutionPlan,
         count: int,
         same_degrees: bool = False,
+        surviving: bool = False,
     ) -> Candidates:
         """Plans on devices of a pool that fit, the fastest first.
 
@@ -104,6 +112,7 @@ class CostFunction(Protocol):
           current: the plan that runs; candidates that are near it are cheap to get to.
           count: how many are wanted.
           same_degrees: every model-stage keeps its pp and tp; only dp and devices change.
+          surviving: among them plans that `PlanPrice.survives` is said of, where there are any.
         """
         ...
 

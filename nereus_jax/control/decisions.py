@@ -37,6 +37,23 @@ def device_ranges(devices: Iterable[DeviceId]) -> str:
     return ",".join(f"{h}:{a}" if a == b else f"{h}:{a}-{b}" for h, a, b in runs)
 
 
+def parse_ranges(text: str) -> tuple[DeviceId, ...]:
+    """Reads `device_ranges`, in any order.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    devices: list[DeviceId] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        start = DeviceId.parse(first)
+        stop = int(last) if dash else start.index
+        if stop < start.index:
+            raise ValueError(f"devices are written host:index or host:first-last, got {part!r}")
+        devices += [DeviceId(start.host, i) for i in range(start.index, stop + 1)]
+    return tuple(devices)
+
+
 def bytes_by_device(sizes: Mapping[DeviceId, float]) -> dict[str, int]:
     """Bytes by ranges of devices that have as many."""
     groups: dict[int, list[DeviceId]] = {}
@@ -63,6 +80,19 @@ def _devices(devices: tuple[DeviceId, ...]) -> str:
     if all(a < b for a, b in itertools.pairwise(devices)):
         return device_ranges(devices)
     return ",".join(map(str, devices))
+
+
+def parse_plan(data: Mapping[str, Mapping[str, Any]]) -> ExecutionPlan:
+    """Reads `plan_json`.
+
+    Raises:
+      ValueError: an entry is something else.
+    """
+    entries = {
+        name: {**entry, "devices": [str(d) for d in parse_ranges(entry["devices"])]}
+        for name, entry in data.items()
+    }
+    return ExecutionPlan.from_json(entries)
 
 
 def price_json(price: PlanPrice) -> dict[str, Any]:
@@ -112,6 +142,7 @@ def _candidate_json(assessed: Assessed) -> dict[str, Any]:
         "price": price_json(candidate.price),
         "transition": None if transition is None else transition_json(transition),
         "by_checkpoint": assessed.by_checkpoint,
+        "risk_s": candidate.risk_s,
         "gain_s": assessed.gain_s,
         "payback_steps": assessed.payback_steps,
         "admitted": assessed.admitted,

@@ -9,6 +9,7 @@ equally full, those go to a position that hold the most of what will be needed t
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -73,6 +74,24 @@ def assign(
                 left[node] = left[node][whole:]
     order = [d for _, chunk in chunks for d in chunk]
     return tuple(_nearest(chunks, order, held) if held else order)
+
+
+def spread(devices: Sequence[DeviceId], node_of: NodeOf, block: int) -> tuple[DeviceId, ...]:
+    """The device at each position when blocks of devices are dealt to the nodes in turn, so that
+    replicas that follow each other are on different nodes.
+
+    Args:
+      devices: of the pool.
+      node_of: the node of a device.
+      block: devices of a replica; where a node has fewer, all of a node.
+    """
+    cut = [
+        [own[i : i + block] for i in range(0, len(own), block)]
+        for own in node_counts(devices, node_of).values()
+    ]
+    dealt = [d for turn in itertools.zip_longest(*cut, fillvalue=()) for part in turn for d in part]
+    whole = {d for own in cut for part in own if len(part) == block for d in part}
+    return tuple(sorted(dealt, key=lambda d: d not in whole))
 
 
 def group_node_size(placement: Placement, node_of: NodeOf, devices_per_node: int) -> int:

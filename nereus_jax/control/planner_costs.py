@@ -5,7 +5,8 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 
 from nereus_jax.control.costs import Beliefs, Candidate, Candidates, TransitionEstimate
-from nereus_jax.control.device_assignment import Held, assign, group_node_size, node_counts
+from nereus_jax.control.device_assignment import Held, assign, group_node_size, node_counts, spread
+from nereus_jax.control.survival import survives
 from nereus_jax.core.devices import DeviceId, DevicePool
 from nereus_jax.core.emu_spec import EmuSpec
 from nereus_jax.core.errors import InfeasiblePlanError
@@ -91,9 +92,11 @@ class PlannerCosts:
         current: ExecutionPlan,
         count: int,
         same_degrees: bool = False,
+        surviving: bool = False,
     ) -> Candidates:
         """As `CostFunction`: the search's plans, and those that keep the degrees of what is
-        trained, whose state then need not be cut anew."""
+        trained, whose state then need not be cut anew; each search once more for plans whose
+        replicas are whole, if such are wanted, also with replicas on different nodes."""
         problem = self._problem(workload, len(pool), beliefs)
         fixed = _degrees(current, None if same_degrees else Stage.TRAIN)
         free: dict[ModelStage, tuple[int, int]] = {}
@@ -106,16 +109,25 @@ class PlannerCosts:
         for degrees, top in searches:
             if degrees and not same_degrees and found and _keeps(found[0].plan, degrees):
                 continue  # the best plan of all keeps them
-            for view in _views(problem, pool, self._node):
+            views = list(_views(problem, pool, self._node))
+            if surviving:
+                views += [dataclasses.replace(view, zero1=False) for view in views]
+            for view in views:
                 held = dataclasses.replace(view, degrees=degrees)
                 search = find_plans(held, top, APART, explain=not degrees and not found)
                 shortage = shortage or _shortage_text(search, degrees)
                 origin = "search, pp and tp kept" if degrees else "search"
+                origin += "" if view.zero1 else ", whole replicas"
                 for step in search.plans:
                     plan = self._placed(step, pool, current)
-                    found.append(
-                        Candidate(plan=plan, price=self._price(problem, plan, known), origin=origin)
-                    )
+                    price = self._price(problem, plan, known)
+                    found.append(Candidate(plan=plan, price=price, origin=origin))
+                    if view.zero1 or price.survives:
+                        continue
+                    plan = _at(step, spread(pool.devices, self._node, _largest_unit(step)))
+                    price = self._price(problem, plan, known)
+                    if price.survives:
+                        found.append(Candidate(plan=plan, price=price, origin=f"{origin}, spread"))
         kept: list[Candidate] = []
         for candidate in sorted(found, key=lambda c: c.price.step_s):
             if candidate.price.fits and all(candidate.plan != c.plan for c in kept):
@@ -230,7 +242,8 @@ class PlannerCosts:
             if id(placement.devices) not in made:
                 made[id(placement.devices)] = self._node_size(placement)
             sizes[stage] = made[id(placement.devices)]
-        return price_plan(problem, plan, sizes, known)
+        price = price_plan(problem, plan, sizes, known)
+        return dataclasses.replace(price, survives=survives(plan, self._node))
 
     def _placed(self, step: PlannedStep, pool: DevicePool, current: ExecutionPlan) -> ExecutionPlan:
         """A plan of positions on the devices of the pool, so that little moves."""
@@ -245,20 +258,7 @@ class PlannerCosts:
             for s in step.stages
             if self._state_bytes[s.model_stage] and s.model_stage in current.plan
         ]
-        order = assign(pool.devices, self._node, blocks, held)
-        spans: dict[range, tuple[DeviceId, ...]] = {}
-        for s in step.stages:
-            if s.positions not in spans:
-                spans[s.positions] = order[s.positions.start : s.positions.stop]
-        return ExecutionPlan(
-            plan=Plan(
-                placements={
-                    s.model_stage: Placement(layout=s.layout, devices=spans[s.positions])
-                    for s in step.stages
-                }
-            ),
-            choices={s.model_stage: s.choice for s in step.stages},
-        )
+        return _at(step, assign(pool.devices, self._node, blocks, held))
 
     @functools.cached_property
     def _states(self) -> dict[ModelStage, StageState]:
@@ -393,6 +393,29 @@ class PlannerCosts:
             parts_s=parts,
             link_bytes=LinkBytes(storage=total),
         )
+
+
+def _at(step: PlannedStep, order: tuple[DeviceId, ...]) -> ExecutionPlan:
+    """A plan of positions on devices in an order."""
+    spans: dict[range, tuple[DeviceId, ...]] = {}
+    for s in step.stages:
+        if s.positions not in spans:
+            spans[s.positions] = order[s.positions.start : s.positions.stop]
+    return ExecutionPlan(
+        plan=Plan(
+            placements={
+                s.model_stage: Placement(layout=s.layout, devices=spans[s.positions])
+                for s in step.stages
+            }
+        ),
+        choices={s.model_stage: s.choice for s in step.stages},
+    )
+
+
+def _largest_unit(step: PlannedStep) -> int:
+    """Devices of the largest replica of what is trained."""
+    layouts = [s.layout for s in step.stages if s.model_stage.stage is Stage.TRAIN]
+    return max(layout.pp * layout.tp for layout in layouts)
 
 
 def _state_bytes(state: StageState) -> int:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from nereus_jax.control.admission import (
     Assessed,
@@ -65,6 +65,7 @@ class _Case:
       workload: that is expected.
       beliefs: what was learned, measured peaks included.
       price: of the current plan.
+      loss_s: seconds a step that losses are expected to cost a plan that does not survive them.
       horizon_steps: H_x.
       urgent: why the plan cannot go on; empty: it can.
       hidden_s: how long the job goes on while programs are compiled.
@@ -75,10 +76,20 @@ class _Case:
     workload: Workload
     beliefs: Beliefs
     price: PlanPrice
+    loss_s: float
     horizon_steps: float
     urgent: str
     hidden_s: float
     left_s: float | None
+
+    def risk_s(self, price: PlanPrice) -> float:
+        """What losses are expected to cost a plan, in seconds a step."""
+        return 0.0 if price.survives else self.loss_s
+
+    @property
+    def cost_s(self) -> float:
+        """Of a step under the current plan, losses included."""
+        return self.price.step_s + self.risk_s(self.price)
 
     def estimate(self, candidate: Candidate) -> TransitionEstimate:
         """Of the transition to a candidate."""
@@ -157,6 +168,7 @@ def _searched(start: Replan, steps: float) -> tuple[_Case, Candidates]:
             current=state.plan,
             count=settings.candidates,
             same_degrees=settings.policy.same_degrees,
+            surviving=state.losses > 0,
         )
         tried.append((_case(start, steps, forecast, workload, beliefs), found))
         if found.plans:
@@ -190,11 +202,23 @@ def _case(
         workload=workload,
         beliefs=beliefs,
         price=price,
+        loss_s=_loss_s(start, beliefs, price),
         horizon_steps=steps,
         urgent=urgent,
         hidden_s=hidden_s,
         left_s=left_s,
     )
+
+
+def _loss_s(start: Replan, beliefs: Beliefs, price: PlanPrice) -> float:
+    """How often devices were lost so far, times what it costs to go back to a checkpoint: a
+    restart, and the steps since then."""
+    settings, state = start.settings, start.state
+    if not state.losses:
+        return 0.0
+    restart = start.costs.transition(state.plan, state.plan, beliefs, by_checkpoint=True)
+    repeated = settings.checkpoint_every / 2 if settings.checkpoint_every else state.step
+    return state.losses / (state.step + 1) * (restart.seconds + repeated * price.step_s)
 
 
 def _urgency(
@@ -252,21 +276,26 @@ def _choose(case: _Case, found: Candidates) -> tuple[Choice, bool]:
     plans = [c for c in found.plans if c.plan not in state.failed]
     if not state.halted:
         plans = [c for c in plans if c.plan != state.plan]
+    plans = _with_risks(case, plans)
     if not case.urgent:
-        choice = choose_profitable(
-            case.price.step_s, plans, case.estimate, policy, case.horizon_steps
-        )
+        choice = choose_profitable(case.cost_s, plans, case.estimate, policy, case.horizon_steps)
         return choice, False
-    plans += _sparing(case)
-    choice = choose_urgent(case.price.step_s, plans, case.estimate, case.horizon_steps, case.left_s)
+    plans += _with_risks(case, _sparing(case))
+    choice = choose_urgent(case.cost_s, plans, case.estimate, case.horizon_steps, case.left_s)
     if choice.taken is not None:
         reason = f"{case.urgent}; {choice.reason}"
         return dataclasses.replace(choice, reason=reason), state.halted
-    left = plans or list(found.plans)  # what failed once may be started anew
+    left = plans or _with_risks(case, found.plans)  # what failed once may be started anew
     if not left:
         reason = f"{case.urgent}; no plan fits{f': {found.shortage}' if found.shortage else ''}"
         return dataclasses.replace(choice, reason=reason), False
     return _through_checkpoint(case, choice, left), True
+
+
+def _with_risks(case: _Case, plans: Sequence[Candidate]) -> list[Candidate]:
+    """The same with what losses may cost, the least seconds first."""
+    priced = [dataclasses.replace(c, risk_s=case.risk_s(c.price)) for c in plans]
+    return sorted(priced, key=lambda c: c.cost_s)
 
 
 def _sparing(case: _Case) -> list[Candidate]:
@@ -285,18 +314,28 @@ def _sparing(case: _Case) -> list[Candidate]:
 
 def _through_checkpoint(case: _Case, choice: Choice, plans: list[Candidate]) -> Choice:
     """The fastest plan, reached by a restart: the last resort."""
-    fastest = min(plans, key=lambda c: c.price.step_s)
+    fastest = min(plans, key=lambda c: c.cost_s)
     why = next((a.reason for a in choice.assessed if a.candidate is fastest), "it failed before")
     reason = f"{case.urgent}; by checkpoint and restart: {why}"
     taken = Assessed(
         candidate=fastest,
-        gain_s=case.price.step_s - fastest.price.step_s,
+        gain_s=case.cost_s - fastest.cost_s,
         transition=case.restart(fastest),
         admitted=True,
         reason=reason,
         by_checkpoint=True,
     )
     return Choice(verdict=Verdict.URGENT, reason=reason, assessed=(taken, *choice.assessed))
+
+
+def _stands_still(case: _Case, taken: Assessed) -> bool:
+    """Whether compiling the target's programs takes less than another step under the old plan would
+    take longer than one under the target."""
+    exposed = case.start.costs.transition(
+        case.start.state.plan, taken.candidate.plan, case.beliefs, hidden_s=0.0
+    )
+    gain_s = case.price.step_s - taken.candidate.price.step_s
+    return exposed.parts_s.get("compile", math.inf) < gain_s
 
 
 def _decided(
@@ -318,12 +357,14 @@ def _decided(
             halted=False,
         )
         going = state.missing(state.usable.devices) & state.leaving.keys()
+        at_once = not case.urgent and _stands_still(case, taken)
         return state, Transition(
             target=taken.candidate.plan,
             urgent=bool(case.urgent),
+            at_once=at_once,
             by_checkpoint=by_checkpoint,
             deadline_s=min((state.leaving[d] for d in going), default=None),
-            record=record,
+            record={**record, "at_once": at_once},
         )
     if not case.urgent:
         return state, Keep(record=record)

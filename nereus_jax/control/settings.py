@@ -30,6 +30,8 @@ class ControllerSettings:
       park: in an urgent case, idle model-stages may wait in the memory of the host.
       deadline_margin: a transition must be this many times faster than the time that is left.
       history_steps: steps that are remembered.
+      checkpoint_every: steps from one checkpoint to the next; 0: there is none to go back to but
+        the start.
     """
 
     workload: Workload
@@ -48,6 +50,7 @@ class ControllerSettings:
     park: bool = True
     deadline_margin: float = 1.5
     history_steps: int = 64
+    checkpoint_every: int = 0
 
     def __post_init__(self) -> None:
         for name in ("smoothing_steps", "workload_steps", "candidates", "history_steps"):

@@ -115,6 +115,7 @@ class ControllerState:
       refused_tokens: longest response that was foreseen when no plan had memory for it; 0: none.
       failed: plans that could not be reached, the newest last, bounded.
       replans, moves: counters.
+      losses: of devices of the plan, without notice.
     """
 
     plan: ExecutionPlan
@@ -141,6 +142,7 @@ class ControllerState:
     failed: tuple[ExecutionPlan, ...] = ()
     replans: int = 0
     moves: int = 0
+    losses: int = 0
 
     @functools.cached_property
     def usable(self) -> DevicePool:
@@ -180,6 +182,7 @@ class ControllerState:
             "failed": [plan.to_json() for plan in self.failed],
             "replans": self.replans,
             "moves": self.moves,
+            "losses": self.losses,
         }
 
     @classmethod
@@ -226,6 +229,7 @@ class ControllerState:
             failed=tuple(ExecutionPlan.from_json(p) for p in data["failed"]),
             replans=data["replans"],
             moves=data["moves"],
+            losses=data.get("losses", 0),
         )
 
 

@@ -247,6 +247,8 @@ class Transition:
     Attributes:
       target: the plan.
       urgent: the old plan cannot go on; the step under way may be dropped for it.
+      at_once: the job stands still for the target's programs: that costs less than another step
+        under the old plan while they are compiled.
       by_checkpoint: not by moving state: what is whole is saved, and the job starts anew from the
         last checkpoint under the target.
       deadline_s: on the run's clock: by when nothing may be left on devices that the target does
@@ -256,6 +258,7 @@ class Transition:
 
     target: ExecutionPlan
     urgent: bool
+    at_once: bool = False
     by_checkpoint: bool = False
     deadline_s: float | None = None
     record: Mapping[str, Any] | None = None
@@ -333,6 +336,7 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
         data |= {
             "target": decision.target.to_json(),
             "urgent": decision.urgent,
+            "at_once": decision.at_once,
             "by_checkpoint": decision.by_checkpoint,
             "deadline_s": decision.deadline_s,
         }
@@ -357,6 +361,7 @@ def decision_from_json(data: Mapping[str, Any]) -> Decision:
     return Transition(
         target=ExecutionPlan.from_json(data["target"]),
         urgent=data["urgent"],
+        at_once=data["at_once"],
         by_checkpoint=data["by_checkpoint"],
         deadline_s=data["deadline_s"],
         record=record,

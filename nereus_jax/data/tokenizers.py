@@ -10,6 +10,7 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from nereus_jax.config import RunConfig
 from nereus_jax.core.errors import ConfigError, DataError
 
 Message = Mapping[str, str]
@@ -62,6 +63,14 @@ class Tokenizer(Protocol):
     def render_chat(self, messages: Sequence[Message]) -> str:
         """Text of a chat up to the assistant's answer; messages have role and content."""
         ...
+
+
+def make_tokenizer(config: RunConfig) -> Tokenizer:
+    """The tokenizer of a run."""
+    if config.tokenizer.kind == "huggingface":
+        where = pathlib.Path(config.tokenizer.path or config.model.path).expanduser()
+        return HuggingFaceTokenizer(where)
+    return CharacterTokenizer(config.tokenizer.characters or "0123456789+-*/= ?.")
 
 
 class CharacterTokenizer:

@@ -65,12 +65,14 @@ class PlanPrice:
       stages: of each model-stage.
       device_bytes: peak of each device of the plan.
       limit_bytes: what a plan may use of a device.
+      survives: what is trained is still whole when any one node is lost.
     """
 
     step_s: float
     stages: Mapping[ModelStage, StagePrice]
     device_bytes: Mapping[DeviceId, float]
     limit_bytes: float
+    survives: bool = True
 
     @functools.cached_property
     def peak_bytes(self) -> float:

@@ -44,6 +44,8 @@ class PlanProblem:
       compute_dtype: of activations, and of the weights of GENERATE and SCORE.
       park: idle model-stages may wait in the host's memory.
       tp_across_nodes: tensor parallelism may use the slow links.
+      zero1: the optimizer's state is split over dp; else every replica has all of it, and what is
+        trained outlives a replica.
       degrees: (pp, tp) that a model-stage is to have; of the others all that are possible.
     """
 
@@ -58,6 +60,7 @@ class PlanProblem:
     compute_dtype: str = "bfloat16"
     park: bool = True
     tp_across_nodes: bool = False
+    zero1: bool = True
     degrees: Mapping[ModelStage, tuple[int, int]] = dataclasses.field(
         default_factory=dict[ModelStage, tuple[int, int]]
     )
@@ -122,7 +125,8 @@ def stage_candidates(problem: PlanProblem, stage: ModelStage) -> Candidates:
 
     Replicas share the optimizer's state: with ZeRO-1 as many bytes go over the links (a
     reduce-scatter and an all-gather are an all-reduce), an update touches fewer of them, and a
-    device holds fewer, so that nothing is lost by leaving the others out.
+    device holds fewer, so that no second is lost by leaving the others out. What is lost is a copy:
+    `zero1=False` has it.
     """
     p, model = problem, problem.models[stage.role]
     every = enumerate_candidates(
@@ -134,7 +138,9 @@ def stage_candidates(problem: PlanProblem, stage: ModelStage) -> Candidates:
         tp_across_nodes=p.tp_across_nodes,
         degrees=p.degrees.get(stage),
     )
-    return every.take(every.zero1 | (every.dp == 1)) if stage.stage is Stage.TRAIN else every
+    if stage.stage is not Stage.TRAIN:
+        return every
+    return every.take(every.zero1 | (every.dp == 1) if p.zero1 else ~every.zero1)
 
 
 def stage_memory(problem: PlanProblem, stage: ModelStage, candidates: Candidates) -> StageMemory:

@@ -43,6 +43,7 @@ Known = dict[tuple[object, ...], float]
 ROOM_TOKENS = 128
 """Programs have room for the longest response, rounded up to a multiple of this."""
 MEMORY_TAG = 5
+STAGE_STDS = ("score_std", "train_std", "generate_std")
 MOST_SIGMAS = 2.0
 """Errors of a memory model are no larger than so many standard deviations: its worst case was
 looked at before it was used."""
@@ -98,6 +99,11 @@ class StepOutcome:
         """Whether the step did not fit, and broke off."""
         return self.used_bytes > self.capacity_bytes
 
+    def updates_at(self, seconds: float) -> bool:
+        """Whether an update had begun so many seconds after the step's start."""
+        starts = [s.start_s for s in self.spans if f"-{Stage.TRAIN}" in s.name]
+        return min(starts, default=math.inf) < seconds
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SimulatedCluster:
@@ -108,12 +114,18 @@ class SimulatedCluster:
       nodes: of the cluster.
       seed: draws what differs between nodes and moments.
       truth: what is reached of the hardware.
+      stage_factors: of the seconds of model-stages, where a run of the job was measured.
+      between_s: of every step beside its model-stages and weight edges, as measured.
     """
 
     problem: PlanProblem
     nodes: int
     seed: int
     truth: Truth = dataclasses.field(default_factory=load_truth)
+    stage_factors: Mapping[ModelStage, float] = dataclasses.field(
+        default_factory=dict[ModelStage, float]
+    )
+    between_s: float = 0.0
 
     @property
     def devices_per_node(self) -> int:
@@ -206,14 +218,33 @@ class SimulatedCluster:
             if key not in moment.known:
                 moment.known[key] = self._call_s(plan, stage, moment, moment.factors[used])
             noise = self.conditions.stage_factor(moment.step, stage)
-            call_s[stage] = moment.slowdown * noise * moment.known[key]
+            factor = moment.slowdown * noise * self.stage_factors.get(stage, 1.0)
+            call_s[stage] = factor * moment.known[key]
             positions[stage] = used.tolist()
         parked = {
             s: x + self._park_s(plan, s) / max(problem.calls(s), 1) for s, x in call_s.items()
         }
         edges = {e: self._edge_s(plan, e, moment.network) for e in workflow.weight_edges}
         cost = step_seconds(workflow, parked, positions, edges, step=moment.step)
+        if self.between_s:
+            cost = dataclasses.replace(cost, step_s=cost.step_s + self.between_s)
         return {s: x * problem.calls(s) for s, x in call_s.items()}, cost
+
+    def usual_s(
+        self, plan: ExecutionPlan, rows: StepRows
+    ) -> tuple[Mapping[ModelStage, float], float]:
+        """Seconds of all calls of each model-stage, and of the step, without any noise."""
+        usual = Moment(
+            rows=rows,
+            step=0,
+            room_tokens=self.room_tokens(rows),
+            factors=np.ones(self.nodes * self.devices_per_node),
+            network=1.0,
+        )
+        still = dataclasses.replace(self.truth.scatter, **dict.fromkeys(STAGE_STDS, 0.0))
+        quiet = dataclasses.replace(self, truth=dataclasses.replace(self.truth, scatter=still))
+        stage_s, cost = quiet.time_step(plan, usual)
+        return stage_s, cost.step_s
 
     def room_tokens(self, rows: StepRows) -> int:
         """That the programs of a step have room for."""

@@ -1,10 +1,12 @@
 """What `nereus simulate` does; it loads no jax."""
 
 import argparse
+import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from nereus_jax.config.simulation import SimulationConfig, load_simulation
 from nereus_jax.core.architectures import DecoderConfig
@@ -17,6 +19,8 @@ from nereus_jax.planning.search_problem import PlanProblem
 from nereus_jax.planning.workload import LengthHistogram, Workload
 from nereus_jax.simulator.compare import check_policies, compare
 from nereus_jax.simulator.ledger import RunResult
+from nereus_jax.simulator.recording import read_recording
+from nereus_jax.simulator.replay import make_replay
 from nereus_jax.simulator.run_files import write_runs, write_text
 from nereus_jax.simulator.scenario import Scenario
 from nereus_jax.simulator.setup import make_scenario
@@ -35,8 +39,17 @@ FOREVER_S = 1e9
 
 def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `nereus simulate`."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--config", metavar="FILE[:ARG]", help="a file with get_config()")
+    source.add_argument(
+        "--from",
+        dest="recording",
+        type=Path,
+        metavar="DIR",
+        help="the directory of a live run with control.policy: what if it had another policy",
+    )
     add = parser.add_argument
-    add("--config", required=True, metavar="FILE[:ARG]", help="a file with get_config()")
+    add("--hardware", default="", metavar="NAME", help="with --from: where the run does not say")
     add(
         "--policy",
         default="all",
@@ -72,10 +85,12 @@ def run_simulate(
     """
     if arguments.seeds < 1:
         raise ConfigError(f"--seeds must be at least 1, got {arguments.seeds}")
-    policies = check_policies([p for p in arguments.policy.split(",") if p])
-    config = load_simulation(arguments.config, overrides)
-    sizes = model(config.model)
-    seeds = range(config.seed, config.seed + arguments.seeds)
+    names = [p for p in arguments.policy.split(",") if p]
+    if not names:
+        raise ConfigError("--policy names no policy; write all, or names with commas")
+    policies = check_policies(names)
+    source = _source(arguments, overrides, model)
+    seeds = range(source.first_seed, source.first_seed + arguments.seeds)
     done: list[RunResult] = []
 
     def progress(run: RunResult) -> None:
@@ -85,15 +100,62 @@ def run_simulate(
             file=sys.stderr,
         )
 
-    found = compare(lambda seed: scenario_of(config, sizes, seed), policies, seeds, progress)
+    print(source.text, end="")
+    found = compare(source.make, policies, seeds, progress)
     print(found.table(), end="")
-    figures = {**found.to_json(), "job": _job_json(config)}
+    figures = {**found.to_json(), **source.figures}
     text = json.dumps(figures, indent=1) + "\n"
     if arguments.json:
         write_text(arguments.json.expanduser(), text)
     if arguments.workdir:
         write_runs(arguments.workdir.expanduser(), text, done)
     return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Source:
+    """What is simulated.
+
+    Attributes:
+      make: a scenario by seed.
+      first_seed: the others follow.
+      figures: what is written beside the figures of the policies.
+      text: what is printed before them.
+    """
+
+    make: Callable[[int], Scenario]
+    first_seed: int
+    figures: Mapping[str, Any]
+    text: str = ""
+
+
+def _source(
+    arguments: argparse.Namespace,
+    overrides: Sequence[str],
+    model: Callable[[str], DecoderConfig],
+) -> _Source:
+    if arguments.recording is None:
+        if arguments.hardware:
+            raise ConfigError("--hardware goes with --from; write --config.hardware=NAME")
+        config = load_simulation(arguments.config, overrides)
+        sizes = model(config.model)
+        return _Source(
+            make=lambda seed: scenario_of(config, sizes, seed),
+            first_seed=config.seed,
+            figures={"job": _job_json(config)},
+        )
+    if overrides:
+        raise ConfigError(
+            f"{overrides[0]} sets a key of --config; with --from the job is that of the run"
+        )
+    recording = read_recording(arguments.recording.expanduser())
+    replay = make_replay(recording, model, arguments.hardware)
+    return _Source(
+        make=replay.scenario,
+        first_seed=0,
+        figures={"job": replay.job_json(), "recorded": replay.to_json()},
+        text=replay.text(),
+    )
 
 
 def _job_json(config: SimulationConfig) -> dict[str, str | int]:

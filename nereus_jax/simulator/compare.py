@@ -11,6 +11,7 @@ import numpy as np
 from nereus_jax.control.policies import POLICIES, parse_policy
 from nereus_jax.core.errors import ConfigError
 from nereus_jax.core.execution_plan import ExecutionPlan
+from nereus_jax.simulator.gaps import GapParts, gap_parts
 from nereus_jax.simulator.ledger import RunResult
 from nereus_jax.simulator.oracle import NAME as ORACLE
 from nereus_jax.simulator.oracle import oracle
@@ -64,12 +65,27 @@ class Comparison:
             found[f"{name}_std"] = float(np.std(values)) if values else None
         return found
 
+    def gaps(self) -> dict[str, dict[str, float]]:
+        """By policy the parts of its gap to the oracle, in seconds a step, means over seeds."""
+        found: dict[str, dict[str, float]] = {}
+        for name, runs in self.runs.items():
+            parts = [
+                {k: x / len(r.steps) for k, x in dataclasses.asdict(own).items()}
+                for r, b in zip(runs, self.bounds, strict=False)
+                if (own := gap_parts(r, b)) is not None
+            ]
+            names = [field.name for field in dataclasses.fields(GapParts)]
+            if parts:
+                found[name] = {n: float(np.mean([p[n] for p in parts])) for n in names}
+        return found
+
     def to_json(self) -> dict[str, Any]:
         """The figures, and each run's own; all of them are simulated."""
         every = {**self.runs, **({ORACLE: self.bounds} if self.bounds else {})}
         return {
             "simulated": True,
             "policies": self.figures(),
+            "gap_parts_per_step": self.gaps(),
             "runs": [r.to_json() for runs in every.values() for r in runs],
         }
 

@@ -1,29 +1,14 @@
 """The pool's changes as a run meets them: at a boundary between steps, or in the middle of one."""
 
-import dataclasses
 import heapq
 import math
 
 from nereus_jax.core.devices import DeviceId
 from nereus_jax.core.events import DevicesJoined, DevicesLost, Revocation
 from nereus_jax.simulator.cluster import SimulatedCluster
-from nereus_jax.simulator.traces import DriftTrace, nodes_that_change
+from nereus_jax.simulator.traces import DeviceChange, DriftTrace, nodes_that_change
 
 PoolEvent = DevicesLost | DevicesJoined | Revocation
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Change:
-    """Nodes that go and come.
-
-    Attributes:
-      at: step with the part of it that is over, or seconds, as the trace has it.
-      going, coming: devices.
-    """
-
-    at: float
-    going: tuple[DeviceId, ...]
-    coming: tuple[DeviceId, ...]
 
 
 class Player:
@@ -39,14 +24,9 @@ class Player:
     """
 
     def __init__(self, trace: DriftTrace, cluster: SimulatedCluster, seed: int) -> None:
-        first, changes = nodes_that_change(trace, cluster.nodes, seed)
-        self.first = cluster.devices_of(first)
+        self.first, self._changes = _pool(trace, cluster, seed)
         self._by_step, self._step_s = trace.by_step, trace.step_s
         self._notice_s = trace.notice_s
-        self._changes = [
-            Change(at=at, going=cluster.devices_of(going), coming=cluster.devices_of(coming))
-            for at, going, coming in changes
-        ]
         self._gone: list[tuple[float, tuple[DeviceId, ...]]] = []
 
     def next_time(self, step: int, start_s: float, step_s: float) -> float:
@@ -105,7 +85,7 @@ class Player:
             at_s = time_s + max(change.at - step, 0.0) * self._step_s
         return at_s, self._events(change, at_s)
 
-    def _events(self, change: Change, time_s: float) -> list[PoolEvent]:
+    def _events(self, change: DeviceChange, time_s: float) -> list[PoolEvent]:
         events: list[PoolEvent] = []
         if change.coming:
             events.append(DevicesJoined(time_s=time_s, devices=change.coming))
@@ -117,3 +97,17 @@ class Player:
         elif change.going:
             events.append(DevicesLost(time_s=time_s, devices=change.going))
         return events
+
+
+def _pool(
+    trace: DriftTrace, cluster: SimulatedCluster, seed: int
+) -> tuple[tuple[DeviceId, ...], list[DeviceChange]]:
+    """The devices at the start, and the changes."""
+    if trace.recorded is not None:
+        return trace.recorded.first, list(trace.recorded.changes)
+    first, changes = nodes_that_change(trace, cluster.nodes, seed)
+    of = cluster.devices_of
+    found = [
+        DeviceChange(at=at, going=of(going), coming=of(coming)) for at, going, coming in changes
+    ]
+    return of(first), found

@@ -4,8 +4,8 @@
 
 Steps take the ground truth's seconds, transitions too; the controller sees `StepRecord` and pool
 events, and decides with its own beliefs. A transition whose plan has to be compiled first waits
-while steps go on under the old plan, as long as that plan can go on: until devices go, or until a
-step is foreseen that it may have no memory for.
+while steps go on under the old plan, as long as that plan can go on and is not so slow that it is
+better to stand still: until devices go, or until a step is foreseen that it may have no memory for.
 """
 
 import dataclasses
@@ -116,6 +116,7 @@ class _Run:
         self._fresh: frozenset[ModelStage] = frozenset(plan.choices)
         self._pending: _Pending | None = None
         self._halt, self._save = "", False
+        self._consumed = False  # an update broke off: the state before it is no more
         self._clock, self._step, self._plan_steps = 0.0, 0, 0
         self._since_checkpoint: list[float] = []
         self._steps: list[StepRow] = []
@@ -152,6 +153,10 @@ class _Run:
     def _plan(self) -> ExecutionPlan:
         return self._state.plan
 
+    @property
+    def _is_whole(self) -> bool:
+        return not self._consumed and not self._state.missing(self._state.pool.devices)
+
     def _spend(self, kind: Spent, seconds: float) -> None:
         if seconds <= 0.0:
             return
@@ -182,7 +187,7 @@ class _Run:
             self._pending = _Pending(decision=decision, ready_s=self._clock + made.seconds)
         elif isinstance(decision, Halt):
             self._halt, self._pending = decision.reason, None
-            self._save = decision.checkpoint and not self._state.missing(self._state.pool.devices)
+            self._save = decision.checkpoint and self._is_whole
         elif self._state.pending is None:
             self._pending = None
 
@@ -204,7 +209,7 @@ class _Run:
         decision = self._pending.decision
         if self._clock >= self._pending.ready_s or self._state.missing(self._state.pool.devices):
             return True
-        if decision.by_checkpoint:
+        if decision.by_checkpoint or decision.at_once:
             return True
         if decision.deadline_s is not None:
             return self._is_late(decision, self._clock)
@@ -238,13 +243,14 @@ class _Run:
             self._run_out_of_memory(outcome, rows)
             return
         start_s, whole_s = self._clock, outcome.step_s
-        if self._broken_off(start_s, whole_s):
+        if self._broken_off(start_s, outcome):
             return
         self._spend(Spent.STEPS, start_s + whole_s - self._clock)
         self._count(outcome, rows, start_s)
 
-    def _broken_off(self, start_s: float, step_s: float) -> bool:
+    def _broken_off(self, start_s: float, outcome: StepOutcome) -> bool:
         """Plays what happens while a step runs; True: it does not come to its end."""
+        step_s = outcome.step_s
         while True:
             at_s = self._player.next_time(self._step, start_s, step_s)
             if at_s == float("inf"):
@@ -255,6 +261,7 @@ class _Run:
             if self._is_stopped(events, start_s + step_s):
                 self._clock = here
                 self._spend(Spent.DROPPED, at_s - start_s)
+                self._consumed = self._consumed or outcome.updates_at(at_s - start_s)
                 return True
             self._clock = here
 
@@ -323,7 +330,7 @@ class _Run:
         compile_s = max(pending.ready_s - self._clock, 0.0)
         self._spend(Spent.COMPILING, compile_s)
         self._compiled = compilation(cluster, target, self._compiled).programs
-        if pending.decision.by_checkpoint or self._rules.by_checkpoint:
+        if pending.decision.by_checkpoint or self._rules.by_checkpoint or self._consumed:
             self._restart(target, compile_s)
             return
         start_s = self._clock
@@ -356,7 +363,7 @@ class _Run:
 
     def _restart(self, target: ExecutionPlan, compile_s: float) -> None:
         """A new job under a plan, from a checkpoint of what is whole, or else from the last one."""
-        whole = not self._state.missing(self._state.pool.devices)
+        whole, self._consumed = self._is_whole, False
         seconds = restart_s(self._scenario.cluster, self._plan, target, write=whole)
         self._spend(Spent.RESTARTING, seconds)
         if whole:

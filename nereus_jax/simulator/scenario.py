@@ -28,23 +28,30 @@ class Scenario:
       trace: what it goes through.
       costs: what the controller's planner believes.
       checkpoint_every: steps from one checkpoint to the next.
+      start: the plan that a run starts with; None: the planner's best for the first step.
     """
 
     cluster: SimulatedCluster
     trace: DriftTrace
     costs: PlannerCosts
     checkpoint_every: int = 10
+    start: ExecutionPlan | None = None
 
     def rows(self, step: int) -> StepRows:
         """The rows of a step, the same for every policy."""
         cluster, workload = self.cluster, self.cluster.problem.workload
         rng = np.random.default_rng([cluster.seed, LENGTH_TAG, step])
-        responses = draw_lengths(
-            self.trace.shape,
-            float(self.trace.mean_tokens[step]),
-            workload.max_response_tokens,
-            workload.rows,
-            rng,
+        recorded = self.trace.recorded
+        responses = (
+            draw_lengths(
+                self.trace.shape,
+                float(self.trace.mean_tokens[step]),
+                workload.max_response_tokens,
+                workload.rows,
+                rng,
+            )
+            if recorded is None
+            else recorded.responses[step]
         )
         prompts = workload.prompt_lengths.quantile(rng.random(workload.prompts))
         repeated = np.repeat(prompts.astype(np.int64), workload.samples_per_prompt)

@@ -65,7 +65,13 @@ def settings_for(scenario: Scenario, policy: Policy) -> ControllerSettings:
     workload = dataclasses.replace(
         template, response_lengths=LengthHistogram.constant(max(cut // 2, 1))
     )
-    return ControllerSettings(workload=workload, policy=policy, num_steps=scenario.trace.steps)
+    return ControllerSettings(
+        workload=workload,
+        policy=policy,
+        num_steps=scenario.trace.steps,
+        park=scenario.cluster.problem.park,
+        checkpoint_every=scenario.checkpoint_every,
+    )
 
 
 def first_plan(
@@ -73,7 +79,8 @@ def first_plan(
     problem: PlanProblem | None = None,
     efficiencies: Efficiencies | None = None,
 ) -> ExecutionPlan:
-    """The planner's best for the first step on the first devices.
+    """The plan that the scenario starts with; else the planner's best for the first step on the
+    first devices.
 
     Args:
       scenario: job, cluster and trace.
@@ -83,6 +90,8 @@ def first_plan(
     Raises:
       InfeasiblePlanError: nothing fits; the message has the bytes that are missing.
     """
+    if scenario.start is not None:
+        return scenario.start
     pool, base = first_pool(scenario), problem or scenario.cluster.problem
     asked = dataclasses.replace(
         base,

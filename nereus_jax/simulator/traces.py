@@ -12,12 +12,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from nereus_jax.core.devices import DeviceId
 from nereus_jax.core.errors import ConfigError
 from nereus_jax.planning.length_traces import LengthCurve, relative
 from nereus_jax.planning.workload import LengthHistogram
 from nereus_jax.simulator.supply import Supply, constant_supply
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 POOL_TAG, LENGTH_TAG = 11, 12
 """Tell the streams of random numbers of one seed apart."""
@@ -38,6 +40,35 @@ class PoolChange:
     nodes: int
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceChange:
+    """Devices that go and come.
+
+    Attributes:
+      at: step with the part of it that is over, or seconds, as the trace has it.
+      going, coming: devices.
+    """
+
+    at: float
+    going: tuple[DeviceId, ...]
+    coming: tuple[DeviceId, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Recorded:
+    """What a run really went through, in the place of what is drawn.
+
+    Attributes:
+      responses: of each step the lengths of its rows, in tokens.
+      first: devices that the run starts with.
+      changes: of the pool, in order.
+    """
+
+    responses: tuple[Ints, ...]
+    first: tuple[DeviceId, ...]
+    changes: tuple[DeviceChange, ...]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DriftTrace:
     """What happens to a run.
@@ -51,6 +82,8 @@ class DriftTrace:
       by_step: their `at` is a step, else it is seconds.
       step_s: seconds that a step of the trace stands for while the job waits for devices.
       notice_s: seconds between a node's revocation and its loss; 0: it is lost without warning.
+      recorded: the rows and the devices themselves; they take the place of `shape`, `nodes` and
+        `changes`.
     """
 
     name: str
@@ -61,6 +94,7 @@ class DriftTrace:
     by_step: bool = True
     step_s: float = 300.0
     notice_s: float = 0.0
+    recorded: Recorded | None = None
 
     def __post_init__(self) -> None:
         if len(self.mean_tokens) < 1:

@@ -370,7 +370,11 @@ def make_adaptation(job: Job, hardware: Hardware, sources: PoolSources) -> Adapt
         capacity_bytes=capacity, ways=WAYS[config.transition.way], buffer_bytes=0
     )
     settings = ControllerSettings(
-        workload=longest_workload(config), policy=policy, num_steps=config.num_steps, park=False
+        workload=longest_workload(config),
+        policy=policy,
+        num_steps=config.num_steps,
+        park=False,
+        checkpoint_every=config.checkpoint.every,
     )
     state = None
     if job.world.is_main:

@@ -31,10 +31,11 @@ from nereus_jax.core.roles import (
 from nereus_jax.data.files import open_problems
 from nereus_jax.data.prompts import Problems, PromptStream, TaskProblems
 from nereus_jax.data.records import RecordSchema
-from nereus_jax.data.tokenizers import CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
+from nereus_jax.data.tokenizers import Tokenizer, make_tokenizer
 from nereus_jax.models import huggingface
 from nereus_jax.models.sampling import SamplingConfig
 from nereus_jax.planning.length_traces import LengthTrace, parse_curve, parse_shape
+from nereus_jax.planning.run_problem import make_workflow, old_logprobs_mode, random_model
 from nereus_jax.rl.objectives import (
     Objective,
     PolicyObjective,
@@ -51,7 +52,7 @@ from nereus_jax.runtime.programs import ProgramCache
 from nereus_jax.runtime.transfers import Transfer
 from nereus_jax.runtime.world import World
 from nereus_jax.trainer.edges import edge_temp_bytes, make_transfer
-from nereus_jax.trainer.plans import PlanMaker, make_workflow, old_logprobs_mode, prefill_rows
+from nereus_jax.trainer.plans import PlanMaker, prefill_rows
 
 TASK_PREFIX = "task:"
 GREEDY = 0.0
@@ -162,7 +163,7 @@ def read_inputs(config: RunConfig) -> Inputs:
     Raises:
       ConfigError, DataError: something is missing or does not fit together.
     """
-    tokenizer = _make_tokenizer(config)
+    tokenizer = make_tokenizer(config)
     model = _model_config(config, tokenizer)
     reward_model = None
     if config.reward.model_path:
@@ -192,12 +193,6 @@ def _length_trace(config: RunConfig) -> LengthTrace | None:
     )
 
 
-def _make_tokenizer(config: RunConfig) -> Tokenizer:
-    if config.tokenizer.kind == "huggingface":
-        return HuggingFaceTokenizer(Path(config.tokenizer.path or config.model.path).expanduser())
-    return CharacterTokenizer(config.tokenizer.characters or "0123456789+-*/= ?.")
-
-
 def _model_config(config: RunConfig, tokenizer: Tokenizer) -> DecoderConfig:
     sizes = config.model
     if sizes.path:
@@ -205,19 +200,7 @@ def _model_config(config: RunConfig, tokenizer: Tokenizer) -> DecoderConfig:
     elif sizes.preset:
         model = preset(sizes.preset)
     else:
-        model = DecoderConfig(
-            num_layers=sizes.num_layers,
-            embed_dim=sizes.embed_dim,
-            num_heads=sizes.num_heads,
-            num_kv_heads=sizes.num_kv_heads,
-            head_dim=sizes.head_dim,
-            mlp_dim=sizes.mlp_dim,
-            vocab_size=sizes.vocab_size or tokenizer.vocab_size,
-            rope_theta=sizes.rope_theta,
-            norm_eps=sizes.norm_eps,
-            tie_embeddings=sizes.tie_embeddings,
-            max_positions=sizes.max_positions,
-        )
+        model = random_model(config, tokenizer.vocab_size)
     _check_fits(config, tokenizer, model, "the model")
     return model
 

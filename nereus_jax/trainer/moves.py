@@ -49,7 +49,7 @@ def begin_move(session: Session, step: int, decision: Transition) -> None:
         return
     schedule.decided = decision
     # Steps go on until its programs are there, or until the controller says that it is time.
-    schedule.take(change, step, waits=True)
+    schedule.take(change, step, waits=not decision.at_once)
 
 
 def begin_again(session: Session, step: int) -> bool:

@@ -14,7 +14,6 @@ from nereus_jax.config import (
     read_plan_file,
     resolve_plan,
 )
-from nereus_jax.core import workflow
 from nereus_jax.core.architectures import DecoderConfig
 from nereus_jax.core.devices import DevicePool
 from nereus_jax.core.errors import ConfigError, InfeasiblePlanError
@@ -22,25 +21,8 @@ from nereus_jax.core.execution_plan import ExecutionPlan, StageChoice
 from nereus_jax.core.layout import ParallelLayout, divisors
 from nereus_jax.core.plan import Placement, Plan
 from nereus_jax.core.roles import REWARD_SCORE, ModelStage, Stage
+from nereus_jax.planning.run_problem import make_workflow, most_prefill_rows
 from nereus_jax.runtime.engines.score import FLUSH_PER_RANK
-
-
-def old_logprobs_mode(config: RunConfig) -> str:
-    """Where the old log-probabilities come from, `auto` resolved by the compute dtype."""
-    mode = config.algorithm.old_logprobs
-    if mode != "auto":
-        return mode
-    return "rollout" if config.model.compute_dtype == "float32" else "recompute"
-
-
-def make_workflow(config: RunConfig) -> workflow.Workflow:
-    """The workflow of the configured algorithm."""
-    return workflow.policy_gradient(
-        config.algorithm.name,
-        reward_model=bool(config.reward.model_path),
-        reference=config.algorithm.kl.place != "none",
-        recompute_old_logprobs=old_logprobs_mode(config) != "rollout",
-    )
 
 
 def configured_choice(config: RunConfig, stage: ModelStage, layout: ParallelLayout) -> StageChoice:
@@ -52,7 +34,7 @@ def configured_choice(config: RunConfig, stage: ModelStage, layout: ParallelLayo
     train = config.train
     if stage.stage is Stage.GENERATE:
         group = -(-config.rollout.max_num_seqs // layout.pp)
-        together = max(min(group, _most_prefill_rows(config)), 1)
+        together = max(min(group, most_prefill_rows(config)), 1)
         return StageChoice(microbatch_size=layout.pp * together * -(-group // together))
     if stage.stage is Stage.SCORE:
         return StageChoice(microbatch_size=config.score.microbatch_size or train.microbatch_size)
@@ -212,17 +194,13 @@ def _check_choice(
         )
 
 
-def _most_prefill_rows(config: RunConfig) -> int:
-    return config.score.microbatch_size or config.train.microbatch_size
-
-
 def prefill_rows(config: RunConfig, layout: ParallelLayout, choice: StageChoice) -> int:
     """Prompts of a replica that are in the layers at a time.
 
     With so many rows at a time as a plan says, a part of a pipeline group of them: the engine would
     fill the group up with rows that the plan has no memory for.
     """
-    most = _most_prefill_rows(config)
+    most = most_prefill_rows(config)
     if not choice.microbatch_size:
         return most
     group = -(-choice.microbatch_size // layout.pp)

@@ -16,6 +16,7 @@ from nereus_jax.config import RunConfig
 from nereus_jax.core.errors import RewardError
 from nereus_jax.core.roles import ACTOR_SCORE
 from nereus_jax.core.workflow import ALGORITHMS
+from nereus_jax.planning.run_problem import old_logprobs_mode
 from nereus_jax.rl.advantages import (
     gae,
     group_normalized,
@@ -27,7 +28,6 @@ from nereus_jax.rl.losses import truncated_importance
 from nereus_jax.rl.rollout import Rollout
 from nereus_jax.runtime import host
 from nereus_jax.trainer.job import Job
-from nereus_jax.trainer.plans import old_logprobs_mode
 from nereus_jax.trainer.state import Counters
 
 

@@ -219,6 +219,30 @@ def test_a_lost_device_is_left_at_once():
     assert run.steps(*[150.0] * 20) == [Keep()] * 20
 
 
+@pytest.mark.parametrize(("mean", "expected"), [(1000.0, True), (100.0, False)])
+def test_a_job_stands_still_where_a_slow_step_takes_longer_than_a_compiler(mean, expected):
+    """Programs take 4 s. Six devices more save 19 s a step of long responses, 2 s of short ones."""
+    run = Run("any_gain", ToyCosts(limit_bytes=1e6), start=pool(2))
+    run.steps(mean, mean)
+    run.tell(DevicesJoined(time_s=run.time_s, devices=devices(*range(2, 8))))
+    decision = run.steps(mean)[-1]
+    assert isinstance(decision, Transition) and not decision.urgent
+    assert decision.at_once is expected and record_of(decision)["at_once"] is expected
+
+
+def test_losses_of_the_plan_without_notice_are_counted():
+    run = Run(start=pool(3), tp=2)  # two of three devices are used
+    run.steps(100.0)
+    run.tell(DevicesLost(time_s=run.time_s, devices=devices(2)))
+    assert run.state.losses == 0
+    run.tell(DevicesLost(time_s=run.time_s, devices=devices(1)))
+    assert run.state.losses == 1
+    saved = run.state.to_json()
+    assert ControllerState.from_json(saved).losses == 1
+    del saved["losses"]  # of a version that did not count
+    assert ControllerState.from_json(saved).losses == 0
+
+
 def test_without_a_whole_copy_the_last_checkpoint_is_what_is_left():
     run = Run(tp=4)
     run.steps(*[150.0] * 3)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nereus_jax.control.device_assignment import Held, assign, group_node_size
+from nereus_jax.control.device_assignment import Held, assign, group_node_size, spread
 from nereus_jax.core.devices import DeviceId
 from nereus_jax.core.layout import ParallelLayout
 from nereus_jax.core.plan import Placement
@@ -105,3 +105,10 @@ def test_a_thousand_devices_take_milliseconds(block):
     order = assign(there, host_of, [block], [held(old, layout), held(old, layout)])
     assert time.process_time() - start_s < 0.5
     assert block == 1 or order == old
+
+
+def test_blocks_are_dealt_to_the_nodes_in_turn() -> None:
+    """Whole blocks first; of a node of three devices one is left over for the end."""
+    there = devices("0:0 0:1 0:2 0:3 1:0 1:1 1:2 2:0 2:1 2:2 2:3")
+    assert spread(there, host_of, 2) == devices("0:0 0:1 1:0 1:1 2:0 2:1 0:2 0:3 2:2 2:3 1:2")
+    assert spread(there, host_of, 8) == there

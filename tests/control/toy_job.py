@@ -100,6 +100,7 @@ class ToyCosts:
         current: ExecutionPlan,
         count: int,
         same_degrees: bool = False,
+        surviving: bool = False,
     ) -> Candidates:
         degrees = (tp_of(current),) if same_degrees else DEGREES
         plans = [toy_plan(pool.devices, tp) for tp in degrees if tp <= len(pool)]

@@ -55,6 +55,15 @@ def test_nobody_beats_the_oracle(compared: Comparison) -> None:
     assert all(f["gap_to_oracle"] >= 0.0 for f in compared.figures().values())  # type: ignore[operator]
 
 
+def test_the_parts_of_a_gap_add_up_to_it(compared: Comparison) -> None:
+    figures, gaps = compared.figures(), compared.gaps()
+    assert set(gaps) == set(compared.runs)
+    for name, parts in gaps.items():
+        own, best = figures[name]["mean_step_s"], figures["oracle"]["mean_step_s"]
+        assert own is not None and best is not None
+        assert sum(parts.values()) == pytest.approx(own - best)
+
+
 def test_the_figures_are_json_and_say_that_they_are_simulated(compared: Comparison) -> None:
     data = json.loads(json.dumps(compared.to_json()))
     assert data["simulated"] is True

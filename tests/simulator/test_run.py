@@ -7,6 +7,7 @@ import pytest
 
 from nereus_jax.control.costs import Beliefs
 from nereus_jax.control.policies import parse_policy
+from nereus_jax.control.survival import survives
 from nereus_jax.core.errors import ConfigError, InfeasiblePlanError
 from nereus_jax.core.transition import TransitionGraph
 from nereus_jax.planning.transition_replay import replay
@@ -14,7 +15,7 @@ from nereus_jax.simulator.ledger import RunResult, Spent
 from nereus_jax.simulator.moves import checkpoint_s
 from nereus_jax.simulator.run import simulate
 from nereus_jax.simulator.scenario import Rules, Scenario
-from nereus_jax.simulator.setup import first_plan, settings_for
+from nereus_jax.simulator.setup import first_plan, first_workload, settings_for
 from tests.simulator.scenarios import make_trace, small_scenario
 
 LARGE = {
@@ -102,6 +103,41 @@ def test_a_loss_without_a_copy_costs_the_steps_since_the_checkpoint() -> None:
         assert repeated == pytest.approx(result.steps[3].step_s)
     else:
         assert result.spent_s(Spent.REPEATING) == 0.0
+
+
+@pytest.mark.slow
+def test_a_job_that_lost_devices_keeps_whole_replicas() -> None:
+    """The first loss is a restart; the plan after it outlives the second one, which is a move."""
+    trace = make_trace((2.1, 1), (3.0, 2), (13.1, 1), steps=15, tokens=TOKENS)
+    result = run(small_scenario(trace, **LARGE))
+    assert not result.failure
+    restarts = [i.step for i in result.intervals if i.kind is Spent.RESTARTING]
+    assert restarts == [2]
+    moved = [i.step for i in result.intervals if i.kind is Spent.TRANSITIONS]
+    assert 13 in moved
+    first, then = result.steps[0].plan, result.steps[12].plan
+    assert not survives(first, lambda d: d.host) and survives(then, lambda d: d.host)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("at", "restarts"), [(2.1, False), (2.97, True)])
+def test_a_loss_in_an_update_costs_the_state_before_it(at: float, restarts: bool) -> None:
+    """Replicas are whole in both cases, but an update that broke off has consumed them."""
+    scenario = small_scenario(make_trace((at, 1), steps=4, tokens=TOKENS), **LARGE)
+    found = scenario.costs.candidates(
+        first_workload(scenario),
+        scenario.cluster.pool,
+        Beliefs(),
+        current=first_plan(scenario),
+        count=2,
+        surviving=True,
+    )
+    plan = next(c.plan for c in found.plans if c.price.survives)
+    settings = settings_for(scenario, parse_policy("payback"))
+    result = simulate(scenario, Rules(name="payback", settings=settings), plan)
+    assert not result.failure
+    assert (Spent.RESTARTING.value in kinds(result)) == restarts
+    assert (result.spent_s(Spent.REPEATING) > 0.0) == restarts
 
 
 def test_devices_with_notice_are_left_in_time() -> None:

@@ -189,7 +189,7 @@ def test_the_problem_of_a_run(job: Job) -> None:
     assert problem.workload.row_tokens == job.row_length
     short = measured_workload(job.config, np.array([2, 3]), np.array([1, 2]))
     assert short.row_tokens == job.row_length and short.mean_row_tokens == 4.0
-    assert problem.num_devices == 8 and problem.workflow is job.workflow
+    assert problem.num_devices == 8 and problem.workflow == job.workflow
 
 
 def test_a_step_costs_little(job: Job, start: Calibration) -> None:
