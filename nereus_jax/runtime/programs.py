@@ -23,7 +23,7 @@ class ProgramKey:
     name: str
     layout: str
     devices: tuple[str, ...]
-    static: Hashable
+    static: tuple[Hashable, ...]
 
     @classmethod
     def of(
