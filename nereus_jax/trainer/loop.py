@@ -32,7 +32,12 @@ from nereus_jax.trainer.job import Inputs, Job, make_job
 from nereus_jax.trainer.outputs import check_unused, check_writable
 from nereus_jax.trainer.plan_schedule import make_schedule, scheduled_jobs
 from nereus_jax.trainer.pool_events import PoolInbox, open_pool_sources
-from nereus_jax.trainer.recovery import change_as_scheduled, go_on_without, prepare_next
+from nereus_jax.trainer.recovery import (
+    change_as_scheduled,
+    go_on_without,
+    move_at_once,
+    prepare_next,
+)
 from nereus_jax.trainer.rollouts import check_recording, rollout_file, take_prompts
 from nereus_jax.trainer.room import compile_more_room
 from nereus_jax.trainer.rows import non_finite_update, sample_rows, step_row
@@ -137,8 +142,7 @@ def _run(session: Session, state: JobState, interrupted: threading.Event) -> Non
     try:
         last_words = _run_steps(session, state, interrupted)
     except (RewardError, DataError, OutOfMemoryError) as error:
-        alone = isinstance(error, DeviceFullError) and session.job.world.num_processes > 1
-        if not state.updating and not alone:  # a save needs all processes
+        if not state.updating and not _alone(session, error):  # a save needs all processes
             save(session, state)
         raise type(error)(f"{error}; {last_good(session)}") from error
     except DivergenceError as error:
@@ -164,7 +168,7 @@ def _run_steps(session: Session, state: JobState, interrupted: threading.Event) 
                 return f"the run ends before step {state.counters.step + 1}: {ending}"
             change_as_scheduled(session, state)
             _maybe_evaluate(session, state)
-            _one_step(session, state)
+            step_or_move(session, state)
         except DevicesLostError as error:
             go_on_without(session, state, error)
             continue
@@ -188,6 +192,21 @@ def _maybe_evaluate(session: Session, state: JobState) -> None:
         session.evaluated_step = step
         with writing(session):
             session.outputs.evaluation(row)
+
+
+def step_or_move(session: Session, state: JobState) -> None:
+    """A step; or, if there is no memory for it, the move that has been decided and waits for its
+    programs: the step is then taken up again under the plan that it leads to."""
+    try:
+        _one_step(session, state)
+    except OutOfMemoryError as error:
+        if state.updating or _alone(session, error) or not move_at_once(session, state):
+            raise
+
+
+def _alone(session: Session, error: Exception) -> bool:
+    """Whether other processes may not know of an error."""
+    return isinstance(error, DeviceFullError) and session.job.world.num_processes > 1
 
 
 def _one_step(session: Session, state: JobState) -> None:

@@ -76,6 +76,20 @@ def change_as_scheduled(session: Session, state: JobState) -> None:
     prepare_next(session, schedule.prepared_step + 1)
 
 
+def move_at_once(session: Session, state: JobState) -> bool:
+    """Makes the move that the controller has decided, if there is one, whether or not its programs
+    are there.
+
+    Returns:
+      Whether there was one.
+    """
+    if session.schedule.decided is None:
+        return False
+    session.schedule.hurries = True
+    change_as_scheduled(session, state)
+    return True
+
+
 def prepare_next(session: Session, step: int) -> None:
     """Plans the change that comes next, from the job as it is now.
 

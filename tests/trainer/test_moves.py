@@ -11,7 +11,7 @@ import pytest
 from nereus_jax.control.controller import Controller
 from nereus_jax.control.state import ControllerState
 from nereus_jax.core.devices import DeviceId
-from nereus_jax.core.errors import DevicesLostError, InfeasiblePlanError
+from nereus_jax.core.errors import DevicesLostError, InfeasiblePlanError, OutOfMemoryError
 from nereus_jax.core.events import (
     Decision,
     DevicesLost,
@@ -30,7 +30,7 @@ from nereus_jax.core.transition import TransitionGraph, Way, placed_units
 from nereus_jax.runtime.checkpoints import CheckpointStore
 from nereus_jax.runtime.programs import ProgramCache
 from nereus_jax.runtime.transitions import Batch, batches
-from nereus_jax.trainer import moves, outputs, recovery, steering
+from nereus_jax.trainer import loop, moves, outputs, recovery, steering
 from nereus_jax.trainer.adaptation import make_adaptation
 from nereus_jax.trainer.half_way import form_of, has_whole
 from nereus_jax.trainer.plan_change import PlanChange
@@ -177,6 +177,32 @@ def test_a_move_that_has_no_room_any_more_is_told(
 
 def outputs_of(session: Session) -> list[dict[str, Any]]:
     return cases.Run(workdir=session.workdir).rows("decisions")
+
+
+def test_a_step_that_has_no_memory_makes_the_move_that_waits(
+    programs: ProgramCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(session: Session, state: JobState) -> None:
+        raise OutOfMemoryError("no room for so many tokens")
+
+    monkeypatch.setattr(loop, "_one_step", full)
+    monkeypatch.setattr(PlanChange, "is_ready", lambda self: False)
+    with controlled(tmp_path, programs, monkeypatch) as (session, state, script):
+        before, target = logical(session.job, state), moved(session.job, [2, 3, 6, 7], 2, 2)
+        with pytest.raises(OutOfMemoryError):  # nothing is decided
+            loop.step_or_move(session, state)
+        decide(session, state, script, to(target))
+        state.updating = True
+        with pytest.raises(OutOfMemoryError):  # the state before the step is gone
+            loop.step_or_move(session, state)
+        state.updating = False
+        loop.step_or_move(session, state)
+        assert session.job.execution == target
+        assert logical(session.job, state) == before | {"counters": state.counters}
+        steering.steer(session, state)
+        assert [(end.plan, end.error) for end in script.ends] == [(target, "")]
+        with pytest.raises(OutOfMemoryError):  # the plan that was to have the memory has it not
+            loop.step_or_move(session, state)
 
 
 def test_what_cannot_be_begun_is_decided_anew_at_once(
