@@ -76,6 +76,7 @@ class Adaptation:
       last_step_s: seconds of the step before.
       urgent: whether the plan cannot go on for which a move was decided last.
       behind_s: of the run's clock, what passed before this process started.
+      cpu_s: CPU seconds that the controller took in this process.
     """
 
     controller: Controller
@@ -90,6 +91,7 @@ class Adaptation:
     last_step_s: float = 0.0
     urgent: bool = False
     behind_s: float = 0.0
+    cpu_s: float = 0.0
     _started_s: float = dataclasses.field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -127,7 +129,9 @@ class Adaptation:
             ]
             found = Decided(decision=Keep(), pool=pool)
             if not found.lost:
+                self.cpu_s -= time.thread_time()
                 found = self._ask(pool)
+                self.cpu_s += time.thread_time()
         if not found.lost:
             self.waiting.clear()
         self._publish()

@@ -240,6 +240,8 @@ def _one_step(session: Session, state: JobState) -> None:
     if session.calibration is not None:
         session.calibration, predicted = session.calibration.after(step_facts(job, result))
         row |= predicted
+    if session.adaptation is not None:
+        row["controller_cpu_s"] = session.adaptation.cpu_s
     with writing(session):
         if job.config.rollout.record and job.world.is_main:
             result.values["rollout"].save(rollout_file(session.workdir / ROLLOUTS, counters.step))

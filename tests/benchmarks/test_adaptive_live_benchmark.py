@@ -91,3 +91,22 @@ def test_choices_by_hand() -> None:
     assert found["prediction_error_mean"] == pytest.approx((0.5 + 0.2 + 0.5) / 3)
     assert ParallelLayout(1, 2, 3) in benchmark.layouts(6, 4, 2)
     assert ParallelLayout(1, 1, 6) not in benchmark.layouts(6, 4, 2)  # more than there are heads
+
+
+def test_overhead_by_hand() -> None:
+    def row(step_s: float, exposed: float, hidden: float, room: int, cpu_s: float) -> Any:
+        compiled = {"exposed": exposed, "hidden": hidden}
+        values = {"step_s": step_s, "compile_s": compiled, "response_room": room}
+        return values | {"controller_cpu_s": cpu_s}
+
+    rows = [
+        row(9.0, 5.0, 0.0, 8, 0.0),  # the first step compiles
+        row(1.0, 5.0, 0.0, 8, 0.1),
+        row(1.5, 5.0, 2.0, 8, 0.2),
+        row(7.0, 8.0, 2.0, 16, 0.3),  # it waited
+        row(2.0, 8.0, 3.0, 16, 0.5),  # at its room nothing was quiet
+    ]
+    found = load("controller_overhead").shares(rows, 50.0)
+    assert found["cpu_share"] == pytest.approx(0.01)
+    assert found["cpu_share_of_steps"] == pytest.approx(0.5 / 4.5)
+    assert found["background_slowdown"] == pytest.approx(1.5)
