@@ -57,7 +57,8 @@ def cannot_wait(**changes: Any) -> bool:
 def test_a_move_waits_as_long_as_one_more_step_does_no_harm() -> None:
     assert not cannot_wait()
     assert not cannot_wait(pending=None, room_tokens=32)
-    assert cannot_wait(room_tokens=32), "the next room is 48 tokens"
+    assert not cannot_wait(room_tokens=32), "the next room may be one of 40 tokens"
+    assert cannot_wait(room_tokens=40), "the next room is at least one of 48 tokens"
     assert cannot_wait(lengths=growing(20)), "the next step may have 40"
     assert cannot_wait(facts=None)
     # One more step and 1.5 times the move: 35 s.
