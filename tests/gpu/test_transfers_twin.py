@@ -38,6 +38,7 @@ def script() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_the_checks_pass_on_emulated_devices(tmp_path: Path) -> None:
     rows = run(tmp_path / "rows.json", "--platform=cpu", "--quick")
     assert all(row["ok"] for row in rows)

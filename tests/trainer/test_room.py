@@ -114,6 +114,7 @@ def test_recorded_rollouts_have_the_room_that_they_had(tmp_path: Path) -> None:
         assert abs(row["policy_loss"] - recorded["policy_loss"]) < 1e-5
 
 
+@pytest.mark.slow
 def test_no_memory_for_more_room_ends_the_run_with_its_state_saved(tmp_path: Path) -> None:
     config = config_of(rollout__first_room=3, eval__every=0)
     checked = parse_config(copy.deepcopy(config))
