@@ -189,7 +189,7 @@ class Nereus:
     def same_rows(self, workdir: Path) -> list[Row]:
         """The metrics without what no two runs share: times, rates and memory."""
         own = {"step_s", "tokens_per_s", "stage_s", "weight_edge_s", "compile_s", "eval_s"}
-        own.add("peak_memory_bytes")
+        own |= {"peak_memory_bytes", "tflops_per_device", "controller_cpu_s"}
         return [{k: v for k, v in r.items() if k not in own} for r in self.rows(workdir)]
 
 
