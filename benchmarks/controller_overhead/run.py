@@ -20,6 +20,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 Row = dict[str, Any]
+LEAST_S = 0.01
+"""Less is no compilation: a look at a queue."""
 MEMORY_GIB = 0.0047
 """Of a device: the plan at the start does not suffice to the end."""
 
@@ -64,9 +66,9 @@ def shares(rows: Sequence[Row], process_cpu_s: float) -> Row:
     quiet: dict[int, list[float]] = {}
     beside: dict[int, list[float]] = {}
     for before, row in itertools.pairwise(rows):
-        if row["compile_s"]["exposed"] > before["compile_s"]["exposed"]:
+        if row["compile_s"]["exposed"] - before["compile_s"]["exposed"] > LEAST_S:
             continue  # it waited for a compiler
-        compiled = row["compile_s"]["hidden"] > before["compile_s"]["hidden"]
+        compiled = row["compile_s"]["hidden"] - before["compile_s"]["hidden"] > LEAST_S
         (beside if compiled else quiet).setdefault(row["response_room"], []).append(row["step_s"])
     ratios = [
         step_s / statistics.median(quiet[room])
