@@ -1,6 +1,6 @@
 """A run that `nereus train` wrote, as a record."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nereus_jax.report.page.files import Files
@@ -11,7 +11,7 @@ from nereus_jax.report.page.record import (
     StepPoint,
     read_plan,
 )
-from nereus_jax.report.page.rows import Row, mapping, number, numbers, text, whole
+from nereus_jax.report.page.rows import Row, latest_rows, mapping, number, numbers, text, whole
 
 WAITED_S = 0.01
 """Seconds that a step must have waited for a compiler before it counts as one that compiled."""
@@ -28,7 +28,7 @@ def read_live(directory: Path) -> RunRecord | None:
     config, decisions = files.object("config.json"), files.rows("decisions.jsonl")
     written = [row for row in files.rows("plans.jsonl") if whole(row, "step") is not None]
     moves = [row for row in metrics if number(row, "transition_s") is not None]
-    rows = _latest(row for row in metrics if number(row, "step_s") is not None)
+    rows = latest_rows(row for row in metrics if number(row, "step_s") is not None)
     if not rows:
         return None
     plans = _plans(files, written, moves, decisions, rows[0])
@@ -53,12 +53,6 @@ def read_live(directory: Path) -> RunRecord | None:
         calibration_mape=mape[-1] if mape else None,
         notes=tuple(files.notes),
     )
-
-
-def _latest(rows: Iterable[Row]) -> list[Row]:
-    """One row a step, in order; of several the last."""
-    by_step = {whole(row, "step"): row for row in rows}
-    return [by_step[step] for step in sorted(s for s in by_step if s is not None)]
 
 
 def _where(config: Row, written: Sequence[Row], files: Files) -> str:

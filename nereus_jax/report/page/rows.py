@@ -5,7 +5,7 @@ missing leaves a gap in the page; it never ends it. Rows come from `json`: objec
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 Row = Mapping[str, Any]
@@ -72,3 +72,9 @@ def values(row: Row, *path: str) -> list[Any]:
     """The list under nested keys; empty: there is none."""
     value = _under(row, path)
     return cast(list[Any], value) if isinstance(value, list) else []
+
+
+def latest_rows(rows: Iterable[Row]) -> list[Row]:
+    """One row a step, in order; of several the last."""
+    by_step = {whole(row, "step"): row for row in rows}
+    return [by_step[step] for step in sorted(s for s in by_step if s is not None)]

@@ -7,7 +7,16 @@ from pathlib import Path
 from nereus_jax.core.errors import ConfigError
 from nereus_jax.report.page.files import Files
 from nereus_jax.report.page.record import PlanFrom, RunRecord, StepPoint, read_plan
-from nereus_jax.report.page.rows import Row, mapping, number, numbers, objects, text, whole
+from nereus_jax.report.page.rows import (
+    Row,
+    latest_rows,
+    mapping,
+    number,
+    numbers,
+    objects,
+    text,
+    whole,
+)
 
 MOVING = ("transitions", "compiling", "restarting")
 """Kinds of time that a change of plan takes."""
@@ -126,8 +135,7 @@ def _read_run(
     path: Path, policy: str, seed: int, where: str, figures: Row, job: Row
 ) -> RunRecord | None:
     files = Files(directory=path)
-    by_step = {whole(row, "step"): row for row in files.rows("steps.jsonl")}
-    rows = [by_step[step] for step in sorted(s for s in by_step if s is not None)]
+    rows = latest_rows(files.rows("steps.jsonl"))
     if not rows:
         return None
     decisions = files.rows("decisions.jsonl")
