@@ -9,6 +9,7 @@ Known formats: CSV of a curve (`step,mean_response_length`), CSV logs of RL runs
 
 import csv
 import dataclasses
+import functools
 import math
 from pathlib import Path
 
@@ -107,10 +108,14 @@ class LengthTrace:
     curve: LengthCurve
     shape: LengthHistogram
 
+    @functools.cached_property
+    def _relative(self) -> Floats:
+        return relative(self.shape)
+
     def draw(self, step: int, count: int, cut_tokens: int, seed: int) -> Ints:
         """[count] lengths of a step's rows, the same whenever it is run."""
         rng = np.random.default_rng([seed, step])
-        return draw_lengths(relative(self.shape), self.curve.at(step), cut_tokens, count, rng)
+        return draw_lengths(self._relative, self.curve.at(step), cut_tokens, count, rng)
 
 
 def read_lengths(path: str | Path) -> LengthCurve:
