@@ -10,14 +10,16 @@ import jax
 from nereus_jax.core.devices import DeviceId
 from nereus_jax.core.emu_spec import DTYPE_BYTES, LeafSpec
 from nereus_jax.core.errors import InfeasiblePlanError
+from nereus_jax.core.execution_plan import ExecutionPlan
 from nereus_jax.core.roles import ModelStage
 from nereus_jax.models.sampling import SamplingConfig
+from nereus_jax.runtime import host
 from nereus_jax.runtime.engines.packed import PackedShape
 from nereus_jax.runtime.engines.train import TrainEngine
 from nereus_jax.runtime.optimizers import is_leaf_spec
 from nereus_jax.runtime.programs import ProgramKey
 from nereus_jax.trainer.edges import edge_temp_bytes
-from nereus_jax.trainer.job import Job
+from nereus_jax.trainer.job import Job, make_job
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -172,6 +174,19 @@ def check_memory(
                 f"device {device} ({handle.device_kind}) needs {gib(need)}, it has {gib(limit)}; "
                 f"{advice}"
             )
+
+
+def job_under(job: Job, execution: ExecutionPlan) -> Job:
+    """The run as it is now, under another plan.
+
+    Raises:
+      InfeasiblePlanError: the plan does not fit; the same on every process.
+    """
+    new = make_job(job.config, job.inputs, job.world, execution, job.programs)
+    new = new.with_room(job.room)
+    with host.together():
+        check_memory(new, stage_bytes(new))
+    return new
 
 
 def gib(num_bytes: int) -> str:

@@ -8,25 +8,11 @@ from nereus_jax.core.errors import InfeasiblePlanError
 from nereus_jax.core.events import Transition
 from nereus_jax.core.execution_plan import ExecutionPlan
 from nereus_jax.core.transition import Way
-from nereus_jax.runtime import host
-from nereus_jax.trainer.footprint import check_memory, stage_bytes
-from nereus_jax.trainer.job import Job, make_job
+from nereus_jax.trainer.footprint import job_under
+from nereus_jax.trainer.job import Job
 from nereus_jax.trainer.plan_change import plan_change
 from nereus_jax.trainer.session import Session, writing
 from nereus_jax.trainer.verification import state_stages
-
-
-def job_under(job: Job, execution: ExecutionPlan) -> Job:
-    """The run as it is now, under another plan.
-
-    Raises:
-      InfeasiblePlanError: the plan does not fit; the same on every process.
-    """
-    new = make_job(job.config, job.inputs, job.world, execution, job.programs)
-    new = new.with_room(job.room)
-    with host.together():
-        check_memory(new, stage_bytes(new))
-    return new
 
 
 def begin_move(session: Session, step: int, decision: Transition) -> None:

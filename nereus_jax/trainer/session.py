@@ -25,8 +25,8 @@ from nereus_jax.runtime.transitions import Batch
 from nereus_jax.trainer.adaptation import Adaptation
 from nereus_jax.trainer.calibration import Calibration
 from nereus_jax.trainer.decided import Decided
-from nereus_jax.trainer.footprint import check_memory, stage_bytes
-from nereus_jax.trainer.job import Job, make_job
+from nereus_jax.trainer.footprint import job_under
+from nereus_jax.trainer.job import Job
 from nereus_jax.trainer.outputs import Outputs
 from nereus_jax.trainer.plan_schedule import PlanSchedule, first_job
 from nereus_jax.trainer.state import (
@@ -123,13 +123,10 @@ def _under_saved_plan(job: Job, meta: Mapping[str, Any]) -> Job:
     there = set(job.world.pool.devices)
     if not all(there.issuperset(p.devices) for p in execution.plan.placements.values()):
         return job
-    new = make_job(job.config, job.inputs, job.world, execution, job.programs).with_room(job.room)
     try:
-        with host.together():
-            check_memory(new, stage_bytes(new))
+        return job_under(job, execution)
     except InfeasiblePlanError:
         return job
-    return new
 
 
 def _open_outputs(

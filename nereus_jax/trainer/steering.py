@@ -8,7 +8,8 @@ from nereus_jax.core.events import Halt, Transition
 from nereus_jax.runtime.faults import lost_error, take_away
 from nereus_jax.trainer.compilation import compile_programs
 from nereus_jax.trainer.decided import Decided
-from nereus_jax.trainer.moves import begin_again, begin_move, by_checkpoint_row, end_move, job_under
+from nereus_jax.trainer.footprint import job_under
+from nereus_jax.trainer.moves import begin_again, begin_move, by_checkpoint_row, end_move
 from nereus_jax.trainer.recovery import start_from_checkpoint
 from nereus_jax.trainer.session import Session, ask_controller, save, writing
 from nereus_jax.trainer.state import JobState

@@ -30,7 +30,7 @@ from nereus_jax.core.transition import TransitionGraph, Way, placed_units
 from nereus_jax.runtime.checkpoints import CheckpointStore
 from nereus_jax.runtime.programs import ProgramCache
 from nereus_jax.runtime.transitions import Batch, batches
-from nereus_jax.trainer import loop, moves, outputs, recovery, steering
+from nereus_jax.trainer import footprint, loop, outputs, recovery, steering
 from nereus_jax.trainer.adaptation import make_adaptation
 from nereus_jax.trainer.half_way import form_of, has_whole
 from nereus_jax.trainer.plan_change import PlanChange
@@ -166,7 +166,7 @@ def test_a_move_that_has_no_room_any_more_is_told(
         def refuse(*arguments: Any) -> None:
             raise InfeasiblePlanError("no memory for so many tokens")
 
-        monkeypatch.setattr(moves, "check_memory", refuse)
+        monkeypatch.setattr(footprint, "check_memory", refuse)
         recovery.prepare_next(session, 2)
         assert session.schedule.prepared is None
         steering.steer(session, state)
@@ -208,7 +208,7 @@ def test_a_step_that_has_no_memory_makes_the_move_that_waits(
 def test_what_cannot_be_begun_is_decided_anew_at_once(
     programs: ProgramCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = moves.check_memory
+    real = footprint.check_memory
     with controlled(tmp_path, programs, monkeypatch) as (session, state, script):
         first, second = (moved(session.job, where, 2, 2) for where in ([2, 3, 6, 7], [0, 1, 6, 7]))
 
@@ -217,7 +217,7 @@ def test_what_cannot_be_begun_is_decided_anew_at_once(
                 raise InfeasiblePlanError("no memory")
             real(job, stages)
 
-        monkeypatch.setattr(moves, "check_memory", refuse)
+        monkeypatch.setattr(footprint, "check_memory", refuse)
 
         def on_event(state: ControllerState, event: Event) -> tuple[ControllerState, Decision]:
             state, decision = Script.on_event(script, state, event)
