@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,7 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "learning"))
+from seeds import compare, train  # pyright: ignore
+
 Row = dict[str, Any]
 
 HALF = {
@@ -58,30 +59,15 @@ QUICK = {
     "algorithm.minibatch_size": 16,
     "train.microbatch_size": 4,
 }
-LAST_STEPS = 10
-"""Whose success is compared."""
 
 
-def train(
-    workdir: Path, steps: int, plans: Sequence[Mapping[str, str]], settings: Mapping[str, Any]
-) -> tuple[list[Row], float]:
-    """Runs the command, the changes spread evenly.
-
-    Returns:
-      The rows of metrics, and the seconds of the whole process.
-    """
-    overrides = {"num_steps": steps, "eval.every": 0, "report.tensorboard": False} | dict(settings)
+def with_changes(steps: int, plans: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    """Settings of a run whose changes of plan are spread evenly."""
+    settings: dict[str, Any] = {"num_steps": steps}
     for number, plan in enumerate(plans, 1):
         step = number * steps // (len(plans) + 1)
-        overrides |= {f"plan_changes.{step}.{stage}": text for stage, text in plan.items()}
-    command = [sys.executable, "-m", "nereus_jax.cli", "train", "--config=configs/ppo_tiny.py"]
-    command += [f"--workdir={workdir}"]
-    command += [f"--config.{key}={value}" for key, value in overrides.items()]
-    start_s = time.perf_counter()
-    subprocess.run(command, cwd=ROOT, check=True)
-    wall_s = time.perf_counter() - start_s
-    text = (workdir / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()], wall_s
+        settings |= {f"plan_changes.{step}.{stage}": text for stage, text in plan.items()}
+    return settings
 
 
 def shares(rows: Sequence[Row]) -> dict[str, Any]:
@@ -115,32 +101,6 @@ def shares(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def success(rows: Sequence[Row]) -> float:
-    """Mean success of the last steps."""
-    found = [row["success_rate"] for row in rows if "success_rate" in row]
-    return statistics.fmean(found[-LAST_STEPS:])
-
-
-def compare(scratch: Path, seeds: int, steps: int, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs with four changes of plan against runs without, from the same seeds."""
-    settings = {"compilation_cache_dir": str(scratch / "compiled"), **settings}
-    rates: dict[str, list[float]] = {"with": [], "without": []}
-    for seed in range(seeds):
-        for name, plans in (("with", FOUR), ("without", ())):
-            workdir = scratch / f"{name}-{seed}"
-            rows, _ = train(workdir, steps, plans, {"seed": seed, **settings})
-            rates[name].append(success(rows))
-    error = statistics.stdev(rates["without"]) / seeds**0.5 if seeds > 1 else float("nan")
-    difference = statistics.fmean(rates["with"]) - statistics.fmean(rates["without"])
-    return {
-        "success_with_changes": rates["with"],
-        "success_without": rates["without"],
-        "difference": difference,
-        "standard_error_without": error,
-        "within_two_standard_errors": abs(difference) <= 2 * error,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
@@ -151,15 +111,19 @@ def main() -> None:
     parser.add_argument("--learning-steps", type=int, default=20, help="of each of its runs")
     parser.add_argument("--quick", action="store_true", help="fewer rows, to prove that it runs")
     options = parser.parse_args()
-    settings = QUICK if options.quick else {}
+    settings: dict[str, Any] = QUICK if options.quick else {}
     with tempfile.TemporaryDirectory() as scratch:
         found: dict[str, Any] = {"exposed_share": None, "compile_share": None}
         if options.steps:
-            rows, wall_s = train(Path(scratch) / "share", options.steps, SIX, settings)
-            found = shares(rows) | {"wall_s": wall_s}
+            start_s = time.perf_counter()
+            rows = train(Path(scratch) / "share", with_changes(options.steps, SIX) | settings)
+            found = shares(rows) | {"wall_s": time.perf_counter() - start_s}
         learning = None
         if options.seeds:
-            learning = compare(Path(scratch), options.seeds, options.learning_steps, settings)
+            steps = options.learning_steps
+            changed = with_changes(steps, FOUR) | settings
+            kept = with_changes(steps, ()) | settings
+            learning = compare(Path(scratch), options.seeds, changed, kept)
     report = {
         "exposed_share": found.pop("exposed_share"),
         "compile_share": found.pop("compile_share"),

@@ -19,6 +19,7 @@ from nereus_jax.control.monitor import (
     LENGTH_MEAN,
     LENGTH_TAIL,
     MEMORY_FORECAST,
+    OUT_OF_MEMORY,
     PEAK_MEMORY,
     PERIOD,
     POOL,
@@ -37,6 +38,7 @@ from nereus_jax.core.events import (
     Event,
     Halt,
     Keep,
+    OutOfMemory,
     Revocation,
     StepFinished,
     StepRecord,
@@ -88,6 +90,8 @@ class Controller:
             return self._on_step(state, event.record)
         if isinstance(event, TransitionEnded):
             return self._on_transition(state, event)
+        if isinstance(event, OutOfMemory):
+            return self._on_full(state, event)
         if isinstance(event, DevicesJoined):
             return self._on_joined(state, event)
         return self._on_leaving(state, event)
@@ -212,6 +216,17 @@ class Controller:
         known = state.beliefs.efficiencies
         change = abs(math.log(known[operation] / state.signals[name].reference))
         return change > SURE_SIGMAS * known.log_std(operation)
+
+    def _on_full(
+        self, state: ControllerState, event: OutOfMemory
+    ) -> tuple[ControllerState, Decision]:
+        """What no plan had memory for once may be looked for again: it is needed now."""
+        if state.pending is not None or not self.settings.policy.foresees:
+            return state, Keep()
+        state = dataclasses.replace(
+            state, room_tokens=max(event.room_tokens, state.room_tokens), refused_tokens=0.0
+        )
+        return self._replan(state, [OUT_OF_MEMORY])
 
     def _on_transition(
         self, state: ControllerState, event: TransitionEnded

@@ -44,6 +44,12 @@ def expected_workload(
     )
 
 
+def longest_only(workload: Workload, tokens: int) -> Workload:
+    """The work of steps whose responses are all as long as there is room for."""
+    lengths = LengthHistogram(lengths=(tokens,), weights=(1.0,))
+    return dataclasses.replace(workload, response_lengths=lengths, max_response_tokens=tokens)
+
+
 def seen_workload(settings: ControllerSettings, record: StepRecord) -> Workload:
     """The work of a step that has ended."""
     cut = settings.workload.max_response_tokens

@@ -21,9 +21,12 @@ LENGTH_TAIL = "length_tail"
 PEAK_MEMORY = "peak_memory"
 POOL = "pool"
 MEMORY_FORECAST = "memory_forecast"
+OUT_OF_MEMORY = "out_of_memory"
 PERIOD = "period"
 EFFICIENCY = "efficiency "
 """Followed by the operation class."""
+NO_SIGNALS = (MEMORY_FORECAST, OUT_OF_MEMORY, PERIOD)
+"""Triggers that have no value which crosses a threshold."""
 
 
 class Prior(enum.StrEnum):

@@ -19,13 +19,14 @@ from nereus_jax.control.costs import (
     TransitionEstimate,
 )
 from nereus_jax.control.decisions import device_ranges, make_record
-from nereus_jax.control.expectation import expected_workload, forecast_of
+from nereus_jax.control.expectation import expected_workload, forecast_of, longest_only
 from nereus_jax.control.forecast import Forecast
 from nereus_jax.control.learning import corrected
 from nereus_jax.control.monitor import (
     MEMORY_FORECAST,
+    NO_SIGNALS,
+    OUT_OF_MEMORY,
     PEAK_MEMORY,
-    PERIOD,
     Prior,
     horizon,
     with_crossings,
@@ -37,6 +38,9 @@ from nereus_jax.control.state import ControllerState
 from nereus_jax.core.events import Decision, Halt, Keep, Transition
 from nereus_jax.planning.plan_price import PlanPrice
 from nereus_jax.planning.workload import Workload
+
+BEYOND = 1.01
+"""Of what plans may use, the least that a step took for which there was no memory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +118,7 @@ class _Case:
 def replan(start: Replan) -> tuple[ControllerState, Decision]:
     """Looks for a plan and decides on it; references are new whatever comes of it."""
     settings, state = start.settings, start.state
-    crossed = [t for t in start.triggers if t not in (PERIOD, MEMORY_FORECAST)]
+    crossed = [t for t in start.triggers if t not in NO_SIGNALS]
     signals = with_crossings(
         state.signals, crossed, state.step, settings.interval_weight, settings.prior
     )
@@ -159,7 +163,7 @@ def _searched(start: Replan, steps: float) -> tuple[_Case, Candidates]:
     workload = expected_workload(settings, state, forecast)
     beliefs = _after_peak(start, workload)
     tried: list[tuple[_Case, Candidates]] = []
-    for tokens in _rooms(settings, state, forecast, workload):
+    for tokens in _rooms(start, forecast, workload):
         workload = dataclasses.replace(workload, max_response_tokens=tokens)
         found = start.costs.candidates(
             workload,
@@ -176,14 +180,12 @@ def _searched(start: Replan, steps: float) -> tuple[_Case, Candidates]:
     return tried[-1]
 
 
-def _rooms(
-    settings: ControllerSettings,
-    state: ControllerState,
-    forecast: Forecast | None,
-    workload: Workload,
-) -> list[int]:
+def _rooms(start: Replan, forecast: Forecast | None, workload: Workload) -> list[int]:
     """Response tokens to have memory for, the most first."""
+    settings, state = start.settings, start.state
     least = workload.response_lengths.max
+    if OUT_OF_MEMORY in start.triggers:
+        least = max(least, state.room_tokens)
     rooms = [workload.max_response_tokens]
     if forecast is not None:
         rooms.append(math.ceil(forecast.tail_bound(settings.forecast.lead_steps)))
@@ -238,6 +240,8 @@ def _urgency(
         left_s = max(min(state.leaving[d] for d in going) - state.time_s, 0.0)
         usable_s = left_s / settings.deadline_margin
         return f"devices will be gone: {device_ranges(going)}", usable_s, usable_s
+    if OUT_OF_MEMORY in start.triggers:
+        return f"there was no memory for a step with room for {state.room_tokens} tokens", 0.0, None
     if settings.policy.foresees and forecast is not None and state.facts is not None:
         coming = forecast.crossing_step(state.facts.limit_tokens)
         if coming is not None and MEMORY_FORECAST in start.triggers:
@@ -249,15 +253,21 @@ def _urgency(
 
 
 def _after_peak(start: Replan, workload: Workload) -> Beliefs:
-    """What is known with the measured peak of the plan's steps."""
+    """What is known with the measured peak of the plan's steps; one that had no memory had a peak
+    beyond what there is."""
     state, costs = start.state, start.costs
-    if not state.peak_bytes or not state.lengths.mean:
-        return state.beliefs
     room = min(state.room_tokens, start.settings.workload.max_response_tokens)
-    seen = dataclasses.replace(
-        workload, max_response_tokens=max(room, workload.response_lengths.max)
-    )
+    if OUT_OF_MEMORY in start.triggers:
+        seen = longest_only(workload, room)
+    elif state.peak_bytes and state.lengths.mean:
+        most = max(room, workload.response_lengths.max)
+        seen = dataclasses.replace(workload, max_response_tokens=most)
+    else:
+        return state.beliefs
     price = costs.price(state.plan, seen, state.pool, state.beliefs)
+    peak_bytes = float(state.peak_bytes)
+    if OUT_OF_MEMORY in start.triggers:
+        peak_bytes = max(peak_bytes, price.peak_bytes, price.limit_bytes * BEYOND)
     fullest = max(price.device_bytes, key=lambda d: (price.device_bytes[d], d))
     here = [s for s, p in state.plan.plan.placements.items() if fullest in p.devices]
     worst = max(here, key=lambda s: (price.stages[s].working_bytes, str(s)))
@@ -265,7 +275,7 @@ def _after_peak(start: Replan, workload: Workload) -> Beliefs:
         state.beliefs.corrections,
         worst.stage,
         price.stages[worst].working_bytes,
-        state.peak_bytes - price.peak_bytes,
+        peak_bytes - price.peak_bytes,
     )
     return dataclasses.replace(state.beliefs, corrections=factors)
 

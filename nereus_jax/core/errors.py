@@ -68,7 +68,15 @@ class CheckpointError(NereusError, RuntimeError):
 
 
 class OutOfMemoryError(NereusError, MemoryError):
-    """A device has no memory for what the running job needs now."""
+    """A device has no memory for what the running job needs now.
+
+    Attributes:
+      room_tokens: response tokens that there is no memory for; 0: as many as the job had room for.
+    """
+
+    def __init__(self, message: str, room_tokens: int = 0) -> None:
+        super().__init__(message)
+        self.room_tokens = room_tokens
 
 
 class DeviceFullError(OutOfMemoryError):

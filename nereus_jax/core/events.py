@@ -180,6 +180,18 @@ class StepFinished:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class OutOfMemory:
+    """A step could not be made: its plan has no memory for it. The step is not over.
+
+    Attributes:
+      room_tokens: response tokens that there was no memory for.
+    """
+
+    time_s: float
+    room_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DevicesLost:
     """Devices are gone, with what they held."""
 
@@ -226,7 +238,7 @@ class TransitionEnded:
     error: str = ""
 
 
-Event = StepFinished | DevicesLost | DevicesJoined | Revocation | TransitionEnded
+Event = StepFinished | OutOfMemory | DevicesLost | DevicesJoined | Revocation | TransitionEnded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -298,6 +310,8 @@ def event_to_json(event: Event) -> dict[str, Any]:
             "compile_s": event.compile_s,
             "error": event.error,
         }
+    if isinstance(event, OutOfMemory):
+        return {**data, "room_tokens": event.room_tokens}
     data["devices"] = [str(d) for d in event.devices]
     if isinstance(event, Revocation):
         data["deadline_s"] = event.deadline_s
@@ -321,8 +335,10 @@ def event_from_json(data: Mapping[str, Any]) -> Event:
             compile_s=float(data["compile_s"]),
             error=str(data["error"]),
         )
+    if kind == "OutOfMemory":
+        return OutOfMemory(time_s=float(data["time_s"]), room_tokens=int(data["room_tokens"]))
     if kind not in _DEVICE_EVENTS:
-        known = ", ".join(("StepFinished", "TransitionEnded", *_DEVICE_EVENTS))
+        known = ", ".join(("StepFinished", "OutOfMemory", "TransitionEnded", *_DEVICE_EVENTS))
         raise ValueError(f"an event of kind {kind!r} is not known; known are {known}")
     values = {k: float(data[k]) for k in ("time_s", "deadline_s") if k in data}
     devices = tuple(DeviceId.parse(d) for d in data["devices"])

@@ -7,8 +7,8 @@ ticks in reverse.
 Memory bound: the activations of all M microbatches of a flush live until its backward pass, M *
 (what one microbatch keeps in the layers held here); with recomputation by layer that is M * L/pp *
 B * S * D elements. Accumulating over several flushes (`pipeline_microbatches`) bounds M. The bubble
-is (pp - 1) / (M + pp - 1) of the ticks; a rank computes nothing in it, nor for microbatches that
-hold nothing.
+is (pp - 1) / (M + pp - 1) of the ticks; a rank computes nothing in it. Ticks of microbatches that
+hold nothing are passed over.
 
 Shapes: M microbatches, B rows of one, S sequence, D embed.
 """
@@ -51,7 +51,7 @@ def run_pipeline(
     rank = axis_index(axes.pp)
     ring = [(r, (r + 1) % num_ranks) for r in range(num_ranks)]
 
-    def tick(received_BSD: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def work(received_BSD: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
         first_BSD = lax.dynamic_index_in_dim(
             x_MBSD, jnp.minimum(t, num_microbatches - 1), keepdims=False
         )
@@ -64,6 +64,13 @@ def run_pipeline(
             entering_BSD,
         )
         return lax.ppermute(out_BSD, axes.pp, ring), out_BSD
+
+    def tick(received_BSD: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if isinstance(active, int):
+            return work(received_BSD, t)
+        # All ranks agree on which tick is the last; after it they do not wait for each other.
+        last = active + num_ranks - 2
+        return lax.cond(t <= last, work, lambda x, t: (x, x), received_BSD, t)
 
     _, outs = lax.scan(
         tick, jnp.zeros_like(x_MBSD[0]), jnp.arange(num_microbatches + num_ranks - 1)

@@ -75,6 +75,7 @@ class Adaptation:
       last: plan and number of programs of each model-stage in the step before.
       last_step_s: seconds of the step before.
       urgent: whether the plan cannot go on for which a move was decided last.
+      full: times that the step which comes next had no memory.
       behind_s: of the run's clock, what passed before this process started.
       cpu_s: CPU seconds that the controller took in this process.
     """
@@ -90,6 +91,7 @@ class Adaptation:
     last: tuple[ExecutionPlan, Mapping[str, int]] | None = None
     last_step_s: float = 0.0
     urgent: bool = False
+    full: int = 0
     behind_s: float = 0.0
     cpu_s: float = 0.0
     _started_s: float = dataclasses.field(default_factory=time.monotonic)
@@ -245,6 +247,7 @@ class Adaptation:
 
     def step_finished(self, job: Job, result: StepResult, row: Mapping[str, Any]) -> None:
         """Tells of a step."""
+        self.full = 0
         programs = job.num_programs
         same = self.last is not None and self.last[0] == job.execution
         self.last_step_s = row["step_s"]

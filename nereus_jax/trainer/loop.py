@@ -29,15 +29,11 @@ from nereus_jax.trainer.compilation import compile_programs
 from nereus_jax.trainer.evaluation import evaluate
 from nereus_jax.trainer.footprint import check_memory, stage_bytes
 from nereus_jax.trainer.job import Inputs, Job, make_job
+from nereus_jax.trainer.out_of_memory import make_memory
 from nereus_jax.trainer.outputs import check_unused, check_writable
 from nereus_jax.trainer.plan_schedule import make_schedule, scheduled_jobs
 from nereus_jax.trainer.pool_events import PoolInbox, open_pool_sources
-from nereus_jax.trainer.recovery import (
-    change_as_scheduled,
-    go_on_without,
-    move_at_once,
-    prepare_next,
-)
+from nereus_jax.trainer.recovery import change_as_scheduled, go_on_without, prepare_next
 from nereus_jax.trainer.rollouts import check_recording, rollout_file, take_prompts
 from nereus_jax.trainer.room import compile_more_room
 from nereus_jax.trainer.rows import non_finite_update, sample_rows, step_row
@@ -142,10 +138,12 @@ def _run(session: Session, state: JobState, interrupted: threading.Event) -> Non
     try:
         last_words = _run_steps(session, state, interrupted)
     except (RewardError, DataError, OutOfMemoryError) as error:
+        session.outputs.failure(state.counters.step, error)
         if not state.updating and not _alone(session, error):  # a save needs all processes
             save(session, state)
         raise type(error)(f"{error}; {last_good(session)}") from error
     except DivergenceError as error:
+        session.outputs.failure(state.counters.step, error)
         raise DivergenceError(f"{error}; {last_good(session)}") from error
     save(session, state)
     session.store.wait()
@@ -167,7 +165,6 @@ def _run_steps(session: Session, state: JobState, interrupted: threading.Event) 
             if ending:
                 return f"the run ends before step {state.counters.step + 1}: {ending}"
             change_as_scheduled(session, state)
-            _maybe_evaluate(session, state)
             step_or_move(session, state)
         except DevicesLostError as error:
             go_on_without(session, state, error)
@@ -195,12 +192,13 @@ def _maybe_evaluate(session: Session, state: JobState) -> None:
 
 
 def step_or_move(session: Session, state: JobState) -> None:
-    """A step; or, if there is no memory for it, the move that has been decided and waits for its
-    programs: the step is then taken up again under the plan that it leads to."""
+    """A step, and the evaluation before it; or, if there is no memory for them, a move to a plan
+    that has it: the step is then taken up again."""
     try:
+        _maybe_evaluate(session, state)
         _one_step(session, state)
     except OutOfMemoryError as error:
-        if state.updating or _alone(session, error) or not move_at_once(session, state):
+        if _alone(session, error) or not make_memory(session, state, error):
             raise
 
 

@@ -1,6 +1,7 @@
 """Moves that the controller has decided: planned, compiled for, and planned again where the job
 changes under them. Until one has been made or has failed, the controller waits for it."""
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,10 +9,12 @@ from nereus_jax.core.errors import InfeasiblePlanError
 from nereus_jax.core.events import Transition
 from nereus_jax.core.execution_plan import ExecutionPlan
 from nereus_jax.core.transition import Way
+from nereus_jax.trainer.compilation import compile_programs
 from nereus_jax.trainer.footprint import job_under
 from nereus_jax.trainer.job import Job
 from nereus_jax.trainer.plan_change import plan_change
-from nereus_jax.trainer.session import Session, writing
+from nereus_jax.trainer.session import Session, save, start_from_checkpoint, writing
+from nereus_jax.trainer.state import JobState
 from nereus_jax.trainer.verification import state_stages
 
 
@@ -71,6 +74,37 @@ def end_move(
     if error:
         with writing(session):
             session.outputs.move_failed(error)
+
+
+def move_through_checkpoint(
+    session: Session, state: JobState, decision: Transition, reason: Exception | str
+) -> None:
+    """The state to a checkpoint, where it is whole, and from the last one to the target plan.
+
+    Args:
+      session: of the run.
+      state: an update of which may have begun.
+      decision: the move.
+      reason: what to say of it.
+    """
+    start_s = time.perf_counter()
+    try:
+        new = job_under(session.job, decision.target)
+    except InfeasiblePlanError as error:
+        session.outputs.message(f"the controller's plan cannot be reached: {error}")
+        end_move(session, decision.target, None, str(error))
+        return
+    if not state.updating:
+        save(session, state)
+    compile_s = -time.perf_counter()
+    compile_programs(new, warmup=False)
+    compile_s += time.perf_counter()
+    start_from_checkpoint(session, state, new, reason)
+    step, seconds = state.counters.step, time.perf_counter() - start_s
+    row = by_checkpoint_row(new, step, seconds, compile_s)
+    with writing(session):
+        session.outputs.transition(row, (), new.execution)
+    end_move(session, decision.target, row)
 
 
 def by_checkpoint_row(job: Job, step: int, seconds: float, compile_s: float) -> dict[str, Any]:

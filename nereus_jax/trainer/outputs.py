@@ -188,6 +188,13 @@ class Outputs:
             + f"reward {row['eval_reward_mean']:.3f}"
         )
 
+    def failure(self, step: int, error: Exception) -> None:
+        """Writes what ended the run before this step; that this fails must not hide it."""
+        if self._metrics is not None:
+            row = {"step": step, "error_kind": type(error).__name__, "error": str(error)}
+            with contextlib.suppress(OSError):
+                self._metrics.append(row)
+
     def close(self) -> None:
         """Closes the files and gives the terminal back.
 

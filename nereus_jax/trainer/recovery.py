@@ -43,8 +43,8 @@ from nereus_jax.trainer.plan_change import (
 from nereus_jax.trainer.session import (
     Session,
     ask_controller,
-    go_back,
     restore_frozen_units,
+    start_from_checkpoint,
     writing,
 )
 from nereus_jax.trainer.state import JobState, missing_devices
@@ -74,20 +74,6 @@ def change_as_scheduled(session: Session, state: JobState) -> None:
     row = _change(session, state, change)
     end_move(session, change.new.execution, row)
     prepare_next(session, schedule.prepared_step + 1)
-
-
-def move_at_once(session: Session, state: JobState) -> bool:
-    """Makes the move that the controller has decided, if there is one, whether or not its programs
-    are there.
-
-    Returns:
-      Whether there was one.
-    """
-    if session.schedule.decided is None:
-        return False
-    session.schedule.hurries = True
-    change_as_scheduled(session, state)
-    return True
 
 
 def prepare_next(session: Session, step: int) -> None:
@@ -154,17 +140,11 @@ def _change(session: Session, state: JobState, change: PlanChange) -> Mapping[st
 
 
 def _commit(session: Session, state: JobState, change: PlanChange, changed: Changed) -> None:
-    _take_over(state, changed.state)
+    state.take_over(changed.state)
     state.views.look(change.new.world, state.arrays())
     session.job = change.new
     with writing(session):
         session.outputs.transition(changed.row, changed.spans, change.new.execution)
-
-
-def _take_over(state: JobState, other: JobState) -> None:
-    state.counters, state.trained, state.frozen = other.counters, other.trained, other.frozen
-    state.edges = {}
-    state.updating = False
 
 
 def _again(
@@ -188,7 +168,7 @@ def _again(
     session.outputs.message(f"{error}; going on from the units that are intact")
     choices = {**change.new.execution.choices, **{s: form.choice for s, form in forms.items()}}
     between, left = job_of_units(change.new, choices, error.units, state, numbers)
-    _take_over(state, left)
+    state.take_over(left)
     session.job = between
     if lost:
         raise lost_error(lost) from error
@@ -198,20 +178,6 @@ def _again(
     except InfeasiblePlanError as reason:
         session.outputs.message(f"the change of plan is given up: {reason}")
         return None
-
-
-def start_from_checkpoint(
-    session: Session, state: JobState, job: Job, reason: Exception | str
-) -> None:
-    """Goes on from the last checkpoint, under the plan of this job.
-
-    Raises:
-      DevicesLostError: there is no checkpoint.
-    """
-    session.outputs.message(f"going back to the last checkpoint: {reason}")
-    state.trained, state.frozen, state.edges = {}, {}, {}  # room for what is read
-    session.job = job
-    _take_over(state, go_back(session))
 
 
 def go_on_without(session: Session, state: JobState, error: DevicesLostError) -> None:

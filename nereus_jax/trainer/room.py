@@ -44,7 +44,7 @@ def with_more_room(job: Job) -> Job:
     Raises:
       OutOfMemoryError: the plan has no memory for any; the same on every process.
     """
-    refused = ""
+    refused, room = "", job.room
     for room in next_rooms(job.config, job.room):
         larger = job.with_room(room)
         for recipe in step_recipes(larger):
@@ -56,7 +56,7 @@ def with_more_room(job: Job) -> Job:
             refused = f"for {room} there is no memory: {error}"
         else:
             return larger
-    raise OutOfMemoryError(f"responses outgrow {job.room} tokens, and {refused}")
+    raise OutOfMemoryError(f"responses outgrow {job.room} tokens, and {refused}", room)
 
 
 def compile_more_room(job: Job, rollout: Rollout, queue: CompileQueue) -> None:

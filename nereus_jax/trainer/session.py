@@ -145,7 +145,7 @@ def _open_outputs(
         )
 
 
-def go_back(session: Session) -> JobState:
+def _go_back(session: Session) -> JobState:
     """The state of the last checkpoint, on the session's plan; rows of later steps are cut off, but
     not decisions: they have been made, and the controller goes on from what it knows.
 
@@ -166,6 +166,20 @@ def go_back(session: Session) -> JobState:
     if session.adaptation is not None:
         session.adaptation.went_back(session.job, step)
     return resume_state(session, step)
+
+
+def start_from_checkpoint(
+    session: Session, state: JobState, job: Job, reason: Exception | str
+) -> None:
+    """Goes on from the last checkpoint, under the plan of this job.
+
+    Raises:
+      DevicesLostError: there is no checkpoint.
+    """
+    session.outputs.message(f"going back to the last checkpoint: {reason}")
+    state.trained, state.frozen, state.edges = {}, {}, {}  # room for what is read
+    session.job = job
+    state.take_over(_go_back(session))
 
 
 def restore_frozen_units(session: Session, batch: Batch) -> list[ElasticModelUnit]:

@@ -74,6 +74,12 @@ class JobState:
     updating: bool = False
     """Whether an update of the running step has begun: the state before the step is gone."""
 
+    def take_over(self, other: "JobState") -> None:
+        """What another one holds is held from now on, and nothing else."""
+        self.counters, self.trained, self.frozen = other.counters, other.trained, other.frozen
+        self.edges = {}
+        self.updating = False
+
     def checkpointed(self) -> dict[str, TrainState]:
         """What a checkpoint holds beside the counters, by role."""
         return {stage.role.value: state for stage, state in self.trained.items()}

@@ -1,17 +1,12 @@
 """The step boundary of a run with a controller: changes of the pool, decisions, their beginning."""
 
 import dataclasses
-import time
 
-from nereus_jax.core.errors import InfeasiblePlanError
 from nereus_jax.core.events import Halt, Transition
 from nereus_jax.runtime.faults import lost_error, take_away
-from nereus_jax.trainer.compilation import compile_programs
 from nereus_jax.trainer.decided import Decided
-from nereus_jax.trainer.footprint import job_under
-from nereus_jax.trainer.moves import begin_again, begin_move, by_checkpoint_row, end_move
-from nereus_jax.trainer.recovery import start_from_checkpoint
-from nereus_jax.trainer.session import Session, ask_controller, save, writing
+from nereus_jax.trainer.moves import begin_again, begin_move, move_through_checkpoint
+from nereus_jax.trainer.session import Session, ask_controller, save
 from nereus_jax.trainer.state import JobState
 
 MOST_ASKED = 4
@@ -41,7 +36,8 @@ def steer(session: Session, state: JobState) -> str:
         if isinstance(decision, Transition):
             session.schedule.forget()
             if decision.by_checkpoint:
-                _restart(session, state, decision)
+                reason = "the controller moves the job through it"
+                move_through_checkpoint(session, state, decision, reason)
             else:
                 begin_move(session, step, decision)
         elif not found.pending:
@@ -66,23 +62,3 @@ def _take_note(session: Session, state: JobState, found: Decided) -> None:
     if found.lost:
         take_away(session.job.world, state.arrays(), found.lost)
         raise lost_error(found.lost)
-
-
-def _restart(session: Session, state: JobState, decision: Transition) -> None:
-    """The state as it is to a checkpoint, and from there to the target plan."""
-    start_s, step = time.perf_counter(), state.counters.step
-    try:
-        new = job_under(session.job, decision.target)
-    except InfeasiblePlanError as error:
-        session.outputs.message(f"the controller's plan cannot be reached: {error}")
-        end_move(session, decision.target, None, str(error))
-        return
-    save(session, state)
-    compile_s = -time.perf_counter()
-    compile_programs(new, warmup=False)
-    compile_s += time.perf_counter()
-    start_from_checkpoint(session, state, new, "the controller moves the job through it")
-    row = by_checkpoint_row(new, step, time.perf_counter() - start_s, compile_s)
-    with writing(session):
-        session.outputs.transition(row, (), new.execution)
-    end_move(session, decision.target, row)

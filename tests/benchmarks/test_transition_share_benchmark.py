@@ -46,7 +46,26 @@ def test_shares_by_hand(benchmark: Any) -> None:
     assert found["exposed_share"] == 1.0 / 20.0
     assert found["compile_share"] == 3.0 / 20.0  # one second of it in the step after the change
     assert found["hidden_compile_s"] == 6.0
-    assert benchmark.success([step(i, 1.0, 0.0, 0.0) for i in range(20)]) == pytest.approx(1.45)
+
+
+def test_learning_by_hand(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = sys.modules["seeds"]
+    assert seeds.success([step(i, 1.0, 0.0, 0.0) for i in range(20)]) == pytest.approx(1.45)
+    assert [n for n in benchmark.with_changes(20, benchmark.FOUR) if n.endswith("actor-TRAIN")] == [
+        f"plan_changes.{n}.actor-TRAIN" for n in (4, 8, 12, 16)
+    ]
+
+    def runs(workdir: Path, settings: Any) -> list[dict[str, Any]]:
+        rows = [{"success_rate": settings["base"] + settings["seed"]}]
+        return rows + [{"transition_s": 1.0}] * settings["moves"]
+
+    monkeypatch.setattr(seeds, "train", runs)
+    found = seeds.compare(tmp_path, 3, {"base": 1.5, "moves": 2}, {"base": 0.0, "moves": 0})
+    assert found["success"] == [1.5, 2.5, 3.5] and found["success_reference"] == [0, 1, 2]
+    assert found["changes_of_plan"] == [2, 2, 2]
+    assert found["difference"] == 1.5
+    assert found["standard_error_reference"] == pytest.approx(3**-0.5)
+    assert not found["within_two_standard_errors"]
 
 
 @pytest.mark.slow

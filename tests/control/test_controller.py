@@ -24,6 +24,7 @@ from nereus_jax.core.events import (
     DevicesLost,
     Halt,
     Keep,
+    OutOfMemory,
     Revocation,
     Transition,
     TransitionEnded,
@@ -205,6 +206,46 @@ def test_where_no_plan_has_the_memory_the_job_goes_on_and_does_not_ask_every_ste
     reasons = [r["reason"] for r in run.records if "memory_forecast" in r["trigger"]]
     assert reasons and len(reasons) <= 6
     assert not any(isinstance(d, Halt) for d in run.decisions)
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+def test_a_step_without_memory_leads_to_a_plan_that_takes_less_than_this_one(steps):
+    """By the model, tp 1 has memory for 600 tokens: that it had none for 300 is learned."""
+    run = Run()
+    run.steps(*[100.0] * steps)
+    move = run.tell(OutOfMemory(time_s=run.time_s, room_tokens=300))
+    assert isinstance(move, Transition) and move.urgent and not move.by_checkpoint
+    record = record_of(move)
+    assert record["trigger"] == "out_of_memory" and record["verdict"] == "urgent"
+    assert "no memory for a step with room for 300 tokens" in record["reason"]
+    assert max(run.state.beliefs.corrections.values()) == pytest.approx(610 / 300)
+    room = dataclasses.replace(workload(), max_response_tokens=300)
+    costs = run.controller.costs
+    assert costs.price(move.target, room, POOL8, run.state.beliefs).fits
+    assert not costs.price(toy_plan(POOL8.devices, 1), room, POOL8, run.state.beliefs).fits
+
+
+def test_a_step_without_memory_again_and_again_is_given_less_each_time():
+    run = Run(costs=ToyCosts(blocked=frozenset({2, 4})))
+    run.steps(*[100.0] * 3)
+    sizes = [8]
+    for _ in range(3):
+        move = run.tell(OutOfMemory(time_s=run.time_s, room_tokens=300))
+        assert isinstance(move, Transition)
+        sizes.append(min(c.microbatch_size for c in move.target.choices.values()))
+    assert sizes == [8, 4, 2, 1]
+
+
+def test_only_who_looks_after_memory_does_anything_about_it():
+    event = OutOfMemory(time_s=0.0, room_tokens=300)
+    assert Run("static").tell(event) == Run("dp_only").tell(event) == Keep()
+    assert isinstance(Run("every_k").tell(event), Transition)
+    waiting = Run()
+    assert isinstance(waiting.tell(event, carry_out=False), Transition)
+    assert waiting.tell(event) == Keep()  # what was decided comes first
+    full = Run(costs=ToyCosts(limit_bytes=10.0))
+    decision = full.tell(event)
+    assert isinstance(decision, Keep) and record_of(decision)["verdict"] == "reject"
 
 
 def test_a_lost_device_is_left_at_once():

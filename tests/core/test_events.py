@@ -16,6 +16,7 @@ from nereus_jax.core.events import (
     Halt,
     Keep,
     LengthSummary,
+    OutOfMemory,
     Revocation,
     StepFinished,
     StepRecord,
@@ -55,6 +56,7 @@ EVENTS: tuple[Event, ...] = (
     DevicesLost(time_s=1.0, devices=(DeviceId(0, 1), DeviceId(2, 0))),
     DevicesJoined(time_s=2.0, devices=(DeviceId(0, 1),)),
     Revocation(time_s=3.0, devices=(DeviceId(1, 1),), deadline_s=120.0),
+    OutOfMemory(time_s=3.5, room_tokens=640),
     TransitionEnded(time_s=4.0, plan=PLAN, seconds=2.5, compile_s=0.25, error="broke off"),
 )
 DECISIONS: tuple[Decision, ...] = (

@@ -56,6 +56,22 @@ def test_figures_of_a_live_run(tmp_path: Path) -> None:
     assert "simulated" not in text
 
 
+def test_steps_that_had_no_memory_and_a_run_that_ended_for_it(tmp_path: Path) -> None:
+    directory = live_run(tmp_path / "run")
+    assert "Out of memory" not in Page(make_page(directory)).tiles
+    moved = admitted(3) | {"trigger": "out_of_memory", "verdict": "urgent"}
+    write_jsonl(directory / "decisions.jsonl", [decision(1, "reject"), moved, moved])
+    page = Page(make_page(directory))
+    assert page.tiles["Out of memory"] == "2" and "and the last" not in page.text
+    metrics = directory / "metrics.jsonl"
+    said = {"step": 6, "error_kind": "OutOfMemoryError", "error": "responses outgrow <9> tokens"}
+    metrics.write_text(metrics.read_text() + json.dumps(said) + "\n")
+    page = Page(make_page(directory))
+    assert page.tiles["Out of memory"] == "3" and "and the last" in page.text
+    assert page.tiles["Steps"] == "6"
+    assert "The run ended early: responses outgrow <9> tokens" in page.text
+
+
 def test_decisions_with_what_came_of_them(tmp_path: Path) -> None:
     page = Page(make_page(live_run(tmp_path / "run")))
     refused, taken = page.rows("Decisions")

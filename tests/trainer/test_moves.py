@@ -18,6 +18,7 @@ from nereus_jax.core.events import (
     Event,
     Halt,
     Keep,
+    OutOfMemory,
     Revocation,
     Transition,
     TransitionEnded,
@@ -30,7 +31,7 @@ from nereus_jax.core.transition import TransitionGraph, Way, placed_units
 from nereus_jax.runtime.checkpoints import CheckpointStore
 from nereus_jax.runtime.programs import ProgramCache
 from nereus_jax.runtime.transitions import Batch, batches
-from nereus_jax.trainer import footprint, loop, outputs, recovery, steering
+from nereus_jax.trainer import footprint, loop, moves, outputs, recovery, steering
 from nereus_jax.trainer.adaptation import make_adaptation
 from nereus_jax.trainer.half_way import form_of, has_whole
 from nereus_jax.trainer.plan_change import PlanChange
@@ -93,7 +94,7 @@ def controlled(
     workdir: Path, programs: ProgramCache, patch: pytest.MonkeyPatch, **changes: Any
 ) -> Iterator[tuple[Session, JobState, Script]]:
     """A session at step 1 whose checkpoint of step 0 is another state, under a script."""
-    patch.setattr(steering, "compile_programs", lambda job, warmup: None)
+    patch.setattr(moves, "compile_programs", lambda job, warmup: None)
     config = tiny_config(**SMALL | changes)
     with opened(config, workdir, programs, patch) as (session, state):
         assert session.schedule.hardware is not None
@@ -189,20 +190,51 @@ def test_a_step_that_has_no_memory_makes_the_move_that_waits(
     monkeypatch.setattr(PlanChange, "is_ready", lambda self: False)
     with controlled(tmp_path, programs, monkeypatch) as (session, state, script):
         before, target = logical(session.job, state), moved(session.job, [2, 3, 6, 7], 2, 2)
-        with pytest.raises(OutOfMemoryError):  # nothing is decided
+        script.decisions.append(Keep())
+        with pytest.raises(OutOfMemoryError):  # nothing is decided, and there is no other plan
             loop.step_or_move(session, state)
         decide(session, state, script, to(target))
-        state.updating = True
-        with pytest.raises(OutOfMemoryError):  # the state before the step is gone
-            loop.step_or_move(session, state)
-        state.updating = False
         loop.step_or_move(session, state)
         assert session.job.execution == target
         assert logical(session.job, state) == before | {"counters": state.counters}
         steering.steer(session, state)
         assert [(end.plan, end.error) for end in script.ends] == [(target, "")]
+        script.decisions.append(Keep())
         with pytest.raises(OutOfMemoryError):  # the plan that was to have the memory has it not
             loop.step_or_move(session, state)
+
+
+def test_the_controller_is_told_of_a_step_that_has_no_memory(
+    programs: ProgramCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(session: Session, state: JobState) -> None:
+        raise OutOfMemoryError("no room for so many tokens", 40)
+
+    monkeypatch.setattr(loop, "_one_step", full)
+    with controlled(tmp_path, programs, monkeypatch) as (session, state, script):
+        before, first = logical(session.job, state), moved(session.job, [2, 3, 6, 7], 2, 2)
+        script.decisions.append(to(first))
+        loop.step_or_move(session, state)
+        assert [e.room_tokens for e in script.heard if isinstance(e, OutOfMemory)] == [40]
+        assert session.job.execution == first
+        assert logical(session.job, state) == before | {"counters": state.counters}
+
+        state.updating = True  # then the state before the step is that of the last checkpoint
+        second = moved(session.job, [0, 1, 6, 7], 2, 2)
+        script.decisions.append(to(second))
+        loop.step_or_move(session, state)
+        assert session.job.execution == second
+        assert state.counters.step == 0 and not state.updating
+        steering.steer(session, state)
+        assert [(end.plan, end.error) for end in script.ends] == [(first, ""), (second, "")]
+        for attempt in (first, second):  # a step that never succeeds is given up
+            script.decisions.append(to(attempt))
+            try:
+                loop.step_or_move(session, state)
+            except OutOfMemoryError:
+                break
+        else:
+            raise AssertionError("the controller was asked without end")
 
 
 def test_what_cannot_be_begun_is_decided_anew_at_once(

@@ -10,6 +10,7 @@ import pytest
 
 from configs.ppo_tiny import get_config
 from nereus_jax.config import parse_config
+from nereus_jax.control.controller import Controller
 from nereus_jax.core.errors import ConfigError, OutOfMemoryError
 from nereus_jax.planning.length_traces import LengthTrace, parse_curve, parse_shape
 from nereus_jax.rl.rollout import Rollout
@@ -53,6 +54,19 @@ def run(config: Any, workdir: Path) -> list[dict[str, Any]]:
     train(checked, read_inputs(checked), world, workdir)
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
+
+
+def memory_between(config: Any) -> int:
+    """More bytes than the job needs at first, less than it needs at its longest."""
+    checked = parse_config(copy.deepcopy(config))
+    world = form_world(emulated_devices=8)
+    needs: list[int] = []
+    for room in (3, LONGEST):
+        job = make_job(checked, read_inputs(checked), world).with_room(room)
+        for recipe in step_recipes(job):
+            job.programs.get(*recipe)
+        needs.append(max(device_bytes(job, stage_bytes(job)).values()))
+    return sum(needs) // 2
 
 
 def rollouts(workdir: Path) -> list[Rollout]:
@@ -117,17 +131,31 @@ def test_recorded_rollouts_have_the_room_that_they_had(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_no_memory_for_more_room_ends_the_run_with_its_state_saved(tmp_path: Path) -> None:
     config = config_of(rollout__first_room=3, eval__every=0)
-    checked = parse_config(copy.deepcopy(config))
-    world = form_world(emulated_devices=8)
-    needs: list[int] = []
-    for room in (3, LONGEST):
-        job = make_job(checked, read_inputs(checked), world).with_room(room)
-        for recipe in step_recipes(job):
-            job.programs.get(*recipe)
-        needs.append(max(device_bytes(job, stage_bytes(job)).values()))
-    config.device_memory_gib = sum(needs) / 2 / 2**30
+    config.device_memory_gib = memory_between(config) / 2**30
     with pytest.raises(OutOfMemoryError, match=r"responses outgrow \d+ tokens.*checkpoint of step"):
         run(config, tmp_path)
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["error_kind"] == "OutOfMemoryError" and "responses outgrow" in last["error"]
+
+
+@pytest.mark.slow
+def test_a_controller_finds_memory_for_more_room_when_it_is_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has foreseen nothing, since the need of a plan is not always what its model says."""
+    monkeypatch.setattr(Controller, "_triggers", lambda *arguments: [])
+    config = config_of(rollout__first_room=3, eval__every=0, control__policy="payback")
+    config.device_memory_gib = memory_between(config) / 2**30
+    rows = run(config, tmp_path)
+    steps = [row["step"] for row in rows if "policy_loss" in row]
+    assert steps == list(range(config.num_steps))
+    (move,) = [row for row in rows if "transition_s" in row]
+    decisions = (tmp_path / "decisions.jsonl").read_text().splitlines()
+    urgent = [r for r in map(json.loads, decisions) if r["verdict"] == "urgent"]
+    assert [r["trigger"] for r in urgent] == ["out_of_memory"]
+    assert urgent[0]["transition_s_measured"] == move["transition_s"]
+    indices = [i for r in rollouts(tmp_path) for i in r.sample_indices_B.tolist()]
+    assert sorted(indices) == list(range(config.num_steps * config.rollout.batch_size))
 
 
 def test_room_grows_in_few_sizes_to_the_longest() -> None:

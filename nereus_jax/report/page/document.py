@@ -27,6 +27,7 @@ def live_page(run: RunRecord) -> str:
     return _page(
         f"Run {run.name}",
         f'<p class="banner">Measured on {esc(run.where)}.</p><p>{esc(policy)}</p>'
+        + (f'<p class="banner">The run ended early: {esc(run.failure)}</p>' if run.failure else "")
         + _notes(run.notes)
         + _run(run, "run", MOST_POINTS, MOST_TERMS),
     )

@@ -1,5 +1,7 @@
 """A run that `nereus train` wrote, as a record."""
 
+import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +15,8 @@ from nereus_jax.report.page.record import (
 )
 from nereus_jax.report.page.rows import Row, latest_rows, mapping, number, numbers, text, whole
 
+OUT_OF_MEMORY = ("OutOfMemoryError", "DeviceFullError")
+"""Errors of a run that ended for want of memory."""
 WAITED_S = 0.01
 """Seconds that a step must have waited for a compiler before it counts as one that compiled."""
 
@@ -31,6 +35,7 @@ def read_live(directory: Path) -> RunRecord | None:
     rows = latest_rows(row for row in metrics if number(row, "step_s") is not None)
     if not rows:
         return None
+    last = metrics[-1]
     plans = _plans(files, written, moves, decisions, rows[0])
     limit_gib = number(config, "device_memory_gib")
     num_rows = (whole(config, "rollout", "batch_size") or 0) * (
@@ -42,7 +47,7 @@ def read_live(directory: Path) -> RunRecord | None:
         simulated=False,
         where=_where(config, written, files),
         policy=text(config, "control", "policy"),
-        steps=_steps(rows, moves, {plan.step for plan in plans}),
+        steps=_steps(rows, moves, {plan.step for plan in plans}, _without_memory(decisions)),
         evaluations=_evaluations(metrics),
         plans=plans,
         decisions=decisions,
@@ -51,6 +56,8 @@ def read_live(directory: Path) -> RunRecord | None:
         samples=num_rows * len(rows) or None,
         compile_s=_compile_s(rows),
         calibration_mape=mape[-1] if mape else None,
+        failure=text(last, "error"),
+        out_of_memory=text(last, "error_kind") in OUT_OF_MEMORY,
         notes=tuple(files.notes),
     )
 
@@ -65,8 +72,16 @@ def _where(config: Row, written: Sequence[Row], files: Files) -> str:
     return f"devices of kind {kind}" if kind else "devices whose kind its files do not tell"
 
 
-def _steps(rows: Sequence[Row], moves: Sequence[Row], firsts: set[int]) -> tuple[StepPoint, ...]:
-    """The steps, each with whether it compiled.
+def _without_memory(decisions: Sequence[Row]) -> Counter[int]:
+    """How often a step was tried that had no memory."""
+    triggered = [d for d in decisions if "out_of_memory" in text(d, "trigger")]
+    return Counter(whole(d, "step") or 0 for d in triggered)
+
+
+def _steps(
+    rows: Sequence[Row], moves: Sequence[Row], firsts: set[int], without_memory: Mapping[int, int]
+) -> tuple[StepPoint, ...]:
+    """The steps, each with whether it compiled and how often it had no memory.
 
     `compile_s.exposed` of a row is what its process has waited for compilers so far, transitions
     included, so that what a step waited is the difference less what the transition before it did.
@@ -85,7 +100,9 @@ def _steps(rows: Sequence[Row], moves: Sequence[Row], firsts: set[int]) -> tuple
             waited = exposed - before - moved_s.get(step, 0.0)
         fresh = not steps or step in firsts or step in moved_s
         resumed = exposed is not None and before is not None and exposed < before
-        steps.append(_step(row, step, settled=not (fresh or resumed or waited > WAITED_S)))
+        point = _step(row, step, settled=not (fresh or resumed or waited > WAITED_S))
+        tries = without_memory.get(step, 0)
+        steps.append(dataclasses.replace(point, out_of_memory=tries))
         before = exposed
     return tuple(steps)
 

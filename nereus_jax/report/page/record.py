@@ -171,6 +171,7 @@ class RunRecord:
       spent_s: all of the run's time by what it did; empty: not recorded.
       calibration_mape: mean relative error of the cost model at the end.
       failure: why it ended before its last step.
+      out_of_memory: whether that was want of memory.
       notes: what of its files could not be used.
     """
 
@@ -190,6 +191,7 @@ class RunRecord:
     spent_s: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     calibration_mape: float | None = None
     failure: str = ""
+    out_of_memory: bool = False
     notes: Sequence[str] = ()
 
     @property

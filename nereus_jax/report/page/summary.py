@@ -68,9 +68,10 @@ def _losses(run: RunRecord) -> Tiles:
             str(sum(falls)),
             f"in {counted(len(falls), 'fall')} of the pool; {ends}",
         )
-    if run.simulated:
-        failed = sum(p.out_of_memory for p in run.steps)
-        tiles["Out of memory"] = (str(failed), "steps that did not fit at first")
+    failed = sum(p.out_of_memory for p in run.steps)
+    if run.simulated or failed or run.out_of_memory:
+        more = "steps that did not fit at first" + (", and the last" if run.out_of_memory else "")
+        tiles["Out of memory"] = (str(failed + run.out_of_memory), more)
     return tiles
 
 
