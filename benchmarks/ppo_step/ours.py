@@ -13,6 +13,9 @@ import work
 MICROBATCH_SIZE = 8
 """Rows of a replica in the layers at a time; the gradients of a minibatch add up. Activations of
 fewer rows need less memory, and so fewer pages that the system has to clear."""
+TOKEN_CHUNK = 256
+"""Tokens whose logits exist at a time: two of three tokens of a microbatch are responses, and chunks
+without any are not computed."""
 
 
 def write_inputs(directory: Path, sizes: work.Sizes, steps: int) -> None:
@@ -74,6 +77,7 @@ def configure(
     config.train.microbatch_size = min(MICROBATCH_SIZE, sizes.batch_size // replicas)
     config.train.unroll_layers = 0
     config.rollout.unroll_layers = True
+    config.score.token_chunk = TOKEN_CHUNK
     config.report.tensorboard = False
     for stage, layout in plan.items():
         config.plan[stage] = layout
