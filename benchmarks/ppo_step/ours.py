@@ -14,7 +14,7 @@ MICROBATCH_SIZE = 8
 """Rows of a replica in the layers at a time; the gradients of a minibatch add up. Activations of
 fewer rows need less memory, and so fewer pages that the system has to clear."""
 TOKEN_CHUNK = 256
-"""Tokens whose logits exist at a time: two of three tokens of a microbatch are responses, and chunks
+"""Tokens whose logits exist at a time. Two of three tokens of a microbatch are of responses; chunks
 without any are not computed."""
 
 
