@@ -43,11 +43,15 @@ TRUE = Efficiencies.prior().replace(
     {GEMM: 1e-4, OperationClass.UNALIGNED_GEMM: 1e-4, ALL_REDUCE: 3e-3}
 )
 """A small model that computes and communicates as long as a large one."""
-SHARED: Mapping[str, str] = dict.fromkeys(
-    ("actor-TRAIN", "critic-TRAIN"), "dp=2,pp=1,tp=4"
-) | dict.fromkeys(("actor-GENERATE", "reference-SCORE", "critic-SCORE"), "dp=8,pp=1,tp=1")
+SHARED = {
+    "actor-TRAIN": "dp=2,pp=1,tp=4",
+    "critic-TRAIN": "dp=2,pp=1,tp=4",
+    "actor-GENERATE": "dp=8,pp=1,tp=1",
+    "reference-SCORE": "dp=8,pp=1,tp=1",
+    "critic-SCORE": "dp=8,pp=1,tp=1",
+}
 """Much is summed over tp."""
-APART: Mapping[str, str] = {
+APART = {
     "actor-TRAIN": "dp=4,pp=1,tp=1,devices=0-3",
     "critic-TRAIN": "dp=4,pp=1,tp=1,devices=4-7",
     "actor-GENERATE": "dp=8,pp=1,tp=1",
