@@ -20,6 +20,9 @@ from nereus_jax.report.metrics import MetricsWriter
 from nereus_jax.report.progress import ProgressReporter
 from nereus_jax.report.timeline import TimelineWriter
 
+FAILURE = "failure.json"
+"""Why the run ended before its last step, until it goes on."""
+
 
 def check_writable(setting: str, directory: Path) -> None:
     """Creates a directory and proves that it can be written.
@@ -68,7 +71,7 @@ def check_unused(workdir: Path, steps: Sequence[int]) -> None:
 
 class Outputs:
     """metrics.jsonl, samples.jsonl, timeline.jsonl, plans.jsonl, decisions.jsonl, TensorBoard,
-    config.json, plan.json, progress.
+    config.json, plan.json, failure.json, progress.
 
     Args:
       workdir: where the files go.
@@ -101,6 +104,8 @@ class Outputs:
         self._workdir, self._device_kind = workdir, device_kind
         if not enabled:
             return
+        with contextlib.suppress(FileNotFoundError):
+            (workdir / FAILURE).unlink()
         _write_json(workdir / "config.json", config_to_json(config))
         _write_json(workdir / "plan.json", plan.to_json())
         self._metrics = MetricsWriter(workdir, config.report.tensorboard, keep_through=keep_through)
@@ -191,9 +196,9 @@ class Outputs:
     def failure(self, step: int, error: Exception) -> None:
         """Writes what ended the run before this step; that this fails must not hide it."""
         if self._metrics is not None:
-            row = {"step": step, "error_kind": type(error).__name__, "error": str(error)}
+            said = {"step": step, "error_kind": type(error).__name__, "error": str(error)}
             with contextlib.suppress(OSError):
-                self._metrics.append(row)
+                _write_json(self._workdir / FAILURE, said)
 
     def close(self) -> None:
         """Closes the files and gives the terminal back.

@@ -63,9 +63,8 @@ def test_steps_that_had_no_memory_and_a_run_that_ended_for_it(tmp_path: Path) ->
     write_jsonl(directory / "decisions.jsonl", [decision(1, "reject"), moved, moved])
     page = Page(make_page(directory))
     assert page.tiles["Out of memory"] == "2" and "and the last" not in page.text
-    metrics = directory / "metrics.jsonl"
     said = {"step": 6, "error_kind": "OutOfMemoryError", "error": "responses outgrow <9> tokens"}
-    metrics.write_text(metrics.read_text() + json.dumps(said) + "\n")
+    (directory / "failure.json").write_text(json.dumps(said))
     page = Page(make_page(directory))
     assert page.tiles["Out of memory"] == "3" and "and the last" in page.text
     assert page.tiles["Steps"] == "6"

@@ -27,11 +27,10 @@ def config_of(algorithm: str, prompts: int, count: int) -> Any:
 
 
 CASES = [
-    ("grpo", 4),
     ("remax", 2),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
-        for case in (("rloo", 2), ("reinforce_pp", 1), ("reinforce_pp", 2))
+        for case in (("grpo", 4), ("rloo", 2), ("reinforce_pp", 1), ("reinforce_pp", 2))
     ),
 ]
 

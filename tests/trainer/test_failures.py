@@ -64,7 +64,12 @@ def message_of(child: Any, exit_code: int = 1) -> str:
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        pytest.param("raises", "raised KeyError: 'no such\\nunit' at ", id="raises"),
+        pytest.param(
+            "raises",
+            "raised KeyError: 'no such\\nunit' at ",
+            id="raises",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("nan", "returned nan, not a finite", id="nan", marks=pytest.mark.slow),
         pytest.param(
             "shape",

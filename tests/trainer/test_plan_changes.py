@@ -477,10 +477,12 @@ def rollout_start(run: Run) -> int:
     return warmup.num_steps * warmup.batch_size if warmup.num_steps else 0
 
 
+@pytest.mark.slow
 def test_samples_are_used_once(watched: Watched) -> None:
     check_samples(watched.run, num_steps=5, rows=16)
 
 
+@pytest.mark.slow
 def test_what_a_change_did_is_recorded(watched: Watched) -> None:
     rows, spans = watched.run.transitions(), read_timeline(watched.run.workdir / "timeline.jsonl")
     assert [row["step"] for row in rows] == [2, 4]
@@ -506,6 +508,7 @@ def test_what_a_change_did_is_recorded(watched: Watched) -> None:
     json.dumps(events, allow_nan=False)
 
 
+@pytest.mark.slow
 def test_a_resume_goes_on_with_the_plan_that_holds_then(watched: Watched, tmp_path: Path) -> None:
     """Also at a step before which the plan changes: the change is made then."""
     for step in (3, 4):

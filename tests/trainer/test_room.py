@@ -134,8 +134,11 @@ def test_no_memory_for_more_room_ends_the_run_with_its_state_saved(tmp_path: Pat
     config.device_memory_gib = memory_between(config) / 2**30
     with pytest.raises(OutOfMemoryError, match=r"responses outgrow \d+ tokens.*checkpoint of step"):
         run(config, tmp_path)
-    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    last = json.loads((tmp_path / "failure.json").read_text())
     assert last["error_kind"] == "OutOfMemoryError" and "responses outgrow" in last["error"]
+    config.device_memory_gib *= 4
+    run(config, tmp_path)
+    assert not (tmp_path / "failure.json").exists()
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def read_live(directory: Path) -> RunRecord | None:
     rows = latest_rows(row for row in metrics if number(row, "step_s") is not None)
     if not rows:
         return None
-    last = metrics[-1]
+    failure = files.object("failure.json")
     plans = _plans(files, written, moves, decisions, rows[0])
     limit_gib = number(config, "device_memory_gib")
     num_rows = (whole(config, "rollout", "batch_size") or 0) * (
@@ -56,8 +56,8 @@ def read_live(directory: Path) -> RunRecord | None:
         samples=num_rows * len(rows) or None,
         compile_s=_compile_s(rows),
         calibration_mape=mape[-1] if mape else None,
-        failure=text(last, "error"),
-        out_of_memory=text(last, "error_kind") in OUT_OF_MEMORY,
+        failure=text(failure, "error"),
+        out_of_memory=text(failure, "error_kind") in OUT_OF_MEMORY,
         notes=tuple(files.notes),
     )
 
