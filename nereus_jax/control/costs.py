@@ -5,6 +5,7 @@ is behind. All methods are pure: the same arguments give the same answer in ever
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -77,6 +78,8 @@ class TransitionEstimate:
       reason: why there is none; empty where there is one.
       seconds: L_tran: how long the job stands still, all parts.
       parts_s: what `seconds` is made of: move, setup, compile, and others.
+      compile_s: of all programs that are missing, also what the job need not wait for; inf: not
+        known.
       link_bytes: by kind of link.
       device_bytes: the most that units take on a device meanwhile.
     """
@@ -85,6 +88,7 @@ class TransitionEstimate:
     reason: str = ""
     seconds: float = 0.0
     parts_s: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    compile_s: float = math.inf
     link_bytes: LinkBytes = dataclasses.field(default_factory=LinkBytes)
     device_bytes: Mapping[DeviceId, int] = dataclasses.field(default_factory=dict[DeviceId, int])
 

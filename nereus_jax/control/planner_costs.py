@@ -165,15 +165,15 @@ class PlannerCosts:
         by_checkpoint: bool = False,
     ) -> TransitionEstimate:
         """As `CostFunction`."""
-        compile_s = max(self._compile_s(source, target, beliefs) - hidden_s, 0.0)
+        compile_s = self._compile_s(source, target, beliefs)
         if by_checkpoint:
-            return self._restart(source, target, compile_s)
+            return self._restart(source, target, compile_s, hidden_s)
         moved = self._as_it_moves(source, target, beliefs, lost)
         try:
             graph = self._graph(moved, source, target, beliefs, lost)
         except InfeasiblePlanError as error:
             return TransitionEstimate(executable=False, reason=str(error))
-        return self._estimate(graph, compile_s, beliefs.transition_ratio, moved)
+        return self._estimate(graph, compile_s, hidden_s, beliefs.transition_ratio, moved)
 
     def graph(
         self,
@@ -352,12 +352,17 @@ class PlannerCosts:
         return -(-programs // self.compiler_threads) * each_s
 
     def _estimate(
-        self, graph: TransitionGraph, compile_s: float, ratio: float, moved: _Moved
+        self,
+        graph: TransitionGraph,
+        compile_s: float,
+        hidden_s: float,
+        ratio: float,
+        moved: _Moved,
     ) -> TransitionEstimate:
         parts = {
             "move": graph.transition_s * ratio,
             "setup": self.setup_s * ratio,
-            "compile": compile_s,
+            "compile": max(compile_s - hidden_s, 0.0),
         }
         if moved.later_s:
             parts["unpark"] = moved.later_s
@@ -366,12 +371,13 @@ class PlannerCosts:
             executable=True,
             seconds=sum(parts.values()),
             parts_s=parts,
+            compile_s=compile_s,
             link_bytes=sum(taken, moved.later_bytes),
             device_bytes=dict(zip(graph.devices, graph.peak_bytes, strict=True)),
         )
 
     def _restart(
-        self, source: ExecutionPlan, target: ExecutionPlan, compile_s: float
+        self, source: ExecutionPlan, target: ExecutionPlan, compile_s: float, hidden_s: float
     ) -> TransitionEstimate:
         """Every device writes and reads what it has of the state, then the job starts anew."""
         read_s, write_s, total = 0.0, 0.0, 0
@@ -385,12 +391,13 @@ class PlannerCosts:
             "write": write_s,
             "read": read_s,
             "setup": self.restart_s,
-            "compile": compile_s,
+            "compile": max(compile_s - hidden_s, 0.0),
         }
         return TransitionEstimate(
             executable=True,
             seconds=sum(parts.values()),
             parts_s=parts,
+            compile_s=compile_s,
             link_bytes=LinkBytes(storage=total),
         )
 

@@ -341,11 +341,9 @@ def _through_checkpoint(case: _Case, choice: Choice, plans: list[Candidate]) -> 
 def _stands_still(case: _Case, taken: Assessed) -> bool:
     """Whether compiling the target's programs takes less than another step under the old plan would
     take longer than one under the target."""
-    exposed = case.start.costs.transition(
-        case.start.state.plan, taken.candidate.plan, case.beliefs, hidden_s=0.0
-    )
+    assert taken.transition is not None
     gain_s = case.price.step_s - taken.candidate.price.step_s
-    return exposed.parts_s.get("compile", math.inf) < gain_s
+    return taken.transition.compile_s < gain_s
 
 
 def _decided(

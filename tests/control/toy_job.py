@@ -180,6 +180,7 @@ class ToyCosts:
             executable=True,
             seconds=move_s + compile_s,
             parts_s={"move": move_s, "compile": compile_s},
+            compile_s=4.0,
             link_bytes=LinkBytes(intra_node=400),
             device_bytes=dict.fromkeys(new.devices, 400),
         )
