@@ -5,11 +5,8 @@ python benchmarks/adaptive_live/run.py --json=adaptive_live.json [--steps=200] [
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
 import math
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -19,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-Row = dict[str, Any]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from live_runs import ROOT, Row, rows_of, train_command, write_report  # pyright: ignore
 
 POLICIES = ("static", "dp_only", "any_gain", "every_k=3", "payback")
 PAYBACK = "payback"
@@ -86,9 +83,7 @@ def run(trace: Trace, policy: str, steps: int, workdir: Path) -> Row:
         path = workdir / "pool.jsonl"
         path.write_text("".join(json.dumps(event) + "\n" for event in trace.pool))
         settings["control.pool_trace"] = path
-    command = [sys.executable, "-m", "nereus_jax.cli", "train", "--config=configs/ppo_adaptive.py"]
-    command += [f"--workdir={workdir / 'run'}"]
-    command += [f"--config.{key}={value}" for key, value in settings.items()]
+    command = train_command("configs/ppo_adaptive.py", workdir / "run", settings)
     start_s = time.perf_counter()
     with (workdir / "log").open("w") as log:
         done = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, check=False)
@@ -101,12 +96,6 @@ def run(trace: Trace, policy: str, steps: int, workdir: Path) -> Row:
         "process_s": wall_s,
         "samples_once": samples_once(rows_of(workdir / "run", "metrics"), steps),
     }
-
-
-def rows_of(workdir: Path, name: str) -> list[Row]:
-    """The rows of a file of a run; none if there is none."""
-    path = workdir / f"{name}.jsonl"
-    return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
 
 
 def figures(rows: Sequence[Row], decisions: Sequence[Row]) -> Row:
@@ -183,16 +172,7 @@ def main() -> None:
                 row = run(trace, policy, options.steps, root / name / policy)
                 found.setdefault(name, {})[policy.partition("=")[0]] = row
                 print(name, policy, json.dumps(row), flush=True)
-    report = marks(found) | {
-        "detail": {
-            "runs": found,
-            "steps": options.steps,
-            "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
-            "jax": importlib.metadata.version("jax"),
-        }
-    }
-    options.json.write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps({name: x for name, x in report.items() if name != "detail"}))
+    write_report(options.json, marks(found), {"runs": found, "steps": options.steps})
 
 
 if __name__ == "__main__":

@@ -4,11 +4,7 @@ python benchmarks/controller_overhead/run.py --json=controller_overhead.json [--
 """
 
 import argparse
-import importlib.metadata
 import itertools
-import json
-import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -16,10 +12,10 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-Row = dict[str, Any]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from live_runs import ROOT, Row, rows_of, train_command, write_report  # pyright: ignore
+
 LEAST_S = 0.01
 """Less is no compilation: a look at a queue."""
 MEMORY_GIB = 0.0047
@@ -43,16 +39,12 @@ def run(steps: int, workdir: Path) -> tuple[list[Row], float, int]:
         "rollout.length_trace": f"12:80:{steps}",
         "device_memory_gib": MEMORY_GIB,
     }
-    command = [sys.executable, "-m", "nereus_jax.cli", "train", "--config=configs/ppo_adaptive.py"]
-    command += [f"--workdir={workdir}"]
-    command += [f"--config.{key}={value}" for key, value in settings.items()]
+    command = train_command("configs/ppo_adaptive.py", workdir, settings)
     before_s = children_cpu_s()
     subprocess.run(command, cwd=ROOT, check=True)
     cpu_s = children_cpu_s() - before_s
-    rows = [json.loads(x) for x in (workdir / "metrics.jsonl").read_text().splitlines()]
-    decisions = workdir / "decisions.jsonl"
-    replans = len(decisions.read_text().splitlines()) if decisions.exists() else 0
-    return [row for row in rows if "step_s" in row], cpu_s, replans
+    rows = [row for row in rows_of(workdir, "metrics") if "step_s" in row]
+    return rows, cpu_s, len(rows_of(workdir, "decisions"))
 
 
 def shares(rows: Sequence[Row], process_cpu_s: float) -> Row:
@@ -94,18 +86,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         rows, cpu_s, replans = run(options.steps, Path(scratch) / "run")
     found = shares(rows, cpu_s)
-    report = {
-        "cpu_share": found.pop("cpu_share"),
-        "detail": found
-        | {
-            "steps": len(rows),
-            "replans": replans,
-            "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
-            "jax": importlib.metadata.version("jax"),
-        },
-    }
-    options.json.write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report))
+    marks = {"cpu_share": found.pop("cpu_share")}
+    write_report(options.json, marks, found | {"steps": len(rows), "replans": replans})
 
 
 if __name__ == "__main__":

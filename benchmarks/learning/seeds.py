@@ -5,10 +5,7 @@ python benchmarks/learning/seeds.py --json=seeds.json [--seeds=5] [--steps=20]
 """
 
 import argparse
-import importlib.metadata
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -17,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-Row = dict[str, Any]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from live_runs import ROOT, Row, rows_of, train_command, write_report  # pyright: ignore
+
 LAST_STEPS = 10
 """Whose success is compared."""
 ALWAYS = {"eval.every": 0, "report.tensorboard": False}
@@ -32,11 +30,9 @@ POOL = (
 
 def train(workdir: Path, settings: Mapping[str, Any]) -> list[Row]:
     """Runs configs/ppo_tiny.py as a user runs it; returns the rows of its metrics."""
-    command = [sys.executable, "-m", "nereus_jax.cli", "train", "--config=configs/ppo_tiny.py"]
-    command += [f"--workdir={workdir}"]
-    command += [f"--config.{key}={value}" for key, value in {**ALWAYS, **settings}.items()]
+    command = train_command("configs/ppo_tiny.py", workdir, {**ALWAYS, **settings})
     subprocess.run(command, cwd=ROOT, check=True)
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return rows_of(workdir, "metrics")
 
 
 def success(rows: Sequence[Row]) -> float:
@@ -99,18 +95,11 @@ def main() -> None:
             common | {"control.policy": "payback"},
             common | {"control.policy": "static"},
         )
-    report = {
+    marks = {
         "difference": found.pop("difference"),
         "standard_error": found.pop("standard_error_reference"),
-        "detail": found
-        | {
-            "steps": options.steps,
-            "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
-            "jax": importlib.metadata.version("jax"),
-        },
     }
-    options.json.write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps({name: x for name, x in report.items() if name != "detail"}))
+    write_report(options.json, marks, found | {"steps": options.steps})
 
 
 if __name__ == "__main__":

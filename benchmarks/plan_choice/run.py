@@ -5,11 +5,9 @@ python benchmarks/plan_choice/run.py --json=plan_choice.json
 
 import argparse
 import copy
-import importlib.metadata
 import json
-import os
-import platform
 import statistics
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +27,9 @@ from nereus_jax.runtime.world import World, form_world
 from nereus_jax.trainer.job import Job, make_job, read_inputs
 from nereus_jax.trainer.loop import train
 from nereus_jax.trainer.problem import measured_workload, plan_problem
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from live_runs import write_report  # pyright: ignore
 
 DEVICES = (2, 4, 6, 8)
 LENGTHS = (12, 40, 120)
@@ -160,18 +161,12 @@ def main() -> None:
             root = Path(scratch) / str(devices)
             root.mkdir()
             rows += setting(devices, LENGTHS, 2 if options.quick else STEPS, root, hardware)
-    report = {
-        "regret_max": max(row["regret"] for row in rows),
-        "detail": {
-            "settings": rows,
-            "regret_mean": statistics.fmean(row["regret"] for row in rows),
-            "regret_of_random_mean": statistics.fmean(row["regret_of_random"] for row in rows),
-            "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
-            "jax": importlib.metadata.version("jax"),
-        },
+    detail = {
+        "settings": rows,
+        "regret_mean": statistics.fmean(row["regret"] for row in rows),
+        "regret_of_random_mean": statistics.fmean(row["regret_of_random"] for row in rows),
     }
-    options.json.write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps({k: report[k] for k in ("regret_max",)}))
+    write_report(options.json, {"regret_max": max(row["regret"] for row in rows)}, detail)
 
 
 if __name__ == "__main__":

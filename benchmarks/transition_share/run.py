@@ -4,10 +4,6 @@ python benchmarks/transition_share/run.py --json=transition_share.json [--steps=
 """
 
 import argparse
-import importlib.metadata
-import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -16,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "learning"))
+from live_runs import Row, write_report  # pyright: ignore
 from seeds import compare, train  # pyright: ignore
-
-Row = dict[str, Any]
 
 HALF = {
     "actor-TRAIN": "dp=1,pp=2,tp=2,devices=4-7",
@@ -124,20 +120,9 @@ def main() -> None:
             changed = with_changes(steps, FOUR) | settings
             kept = with_changes(steps, ()) | settings
             learning = compare(Path(scratch), options.seeds, changed, kept)
-    report = {
-        "exposed_share": found.pop("exposed_share"),
-        "compile_share": found.pop("compile_share"),
-        "detail": found
-        | {
-            "steps": options.steps,
-            "quick": options.quick,
-            "learning": learning,
-            "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
-            "jax": importlib.metadata.version("jax"),
-        },
-    }
-    options.json.write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps({name: x for name, x in report.items() if name != "detail"}))
+    marks = {name: found.pop(name) for name in ("exposed_share", "compile_share")}
+    more = {"steps": options.steps, "quick": options.quick, "learning": learning}
+    write_report(options.json, marks, found | more)
 
 
 if __name__ == "__main__":

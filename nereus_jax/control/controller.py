@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 
 from nereus_jax.control.costs import CostFunction
-from nereus_jax.control.expectation import forecast_of, seen_workload
+from nereus_jax.control.expectation import forecast_of, seen_workload, with_length
 from nereus_jax.control.forecast import Forecast, largest_length
 from nereus_jax.control.learning import Learned, learn
 from nereus_jax.control.monitor import (
@@ -166,7 +166,7 @@ class Controller:
         limit = cut
         if self.settings.policy.foresees:
             # A histogram that is as short as can be: memory asks for the longest row alone.
-            shortest = seen_workload(self.settings, _cut(record))
+            shortest = with_length(workload, 1)
 
             def num_bytes(tokens: int) -> float:
                 longer = dataclasses.replace(shortest, max_response_tokens=tokens)
@@ -325,14 +325,6 @@ class Controller:
                 values=values,
             )
         )
-
-
-def _cut(record: StepRecord) -> StepRecord:
-    """The same step with responses of one token."""
-    short = dataclasses.replace(
-        record.responses, mean=1.0, p95=1.0, longest=1, lengths=(1,), weights=(1.0,)
-    )
-    return dataclasses.replace(record, responses=short)
 
 
 def _ratio(before: float, measured_s: float, modelled_s: float) -> float:

@@ -44,9 +44,9 @@ def expected_workload(
     )
 
 
-def longest_only(workload: Workload, tokens: int) -> Workload:
-    """The work of steps whose responses are all as long as there is room for."""
-    lengths = LengthHistogram(lengths=(tokens,), weights=(1.0,))
+def with_length(workload: Workload, tokens: int) -> Workload:
+    """The work of steps whose responses all have one length, with room for no more."""
+    lengths = LengthHistogram.constant(tokens)
     return dataclasses.replace(workload, response_lengths=lengths, max_response_tokens=tokens)
 
 

@@ -166,14 +166,17 @@ class PlannerCosts:
     ) -> TransitionEstimate:
         """As `CostFunction`."""
         compile_s = self._compile_s(source, target, beliefs)
+        exposed_s = max(compile_s - hidden_s, 0.0)
         if by_checkpoint:
-            return self._restart(source, target, compile_s, hidden_s)
-        moved = self._as_it_moves(source, target, beliefs, lost)
-        try:
-            graph = self._graph(moved, source, target, beliefs, lost)
-        except InfeasiblePlanError as error:
-            return TransitionEstimate(executable=False, reason=str(error))
-        return self._estimate(graph, compile_s, hidden_s, beliefs.transition_ratio, moved)
+            found = self._restart(source, target, exposed_s)
+        else:
+            moved = self._as_it_moves(source, target, beliefs, lost)
+            try:
+                graph = self._graph(moved, source, target, beliefs, lost)
+            except InfeasiblePlanError as error:
+                return TransitionEstimate(executable=False, reason=str(error))
+            found = self._estimate(graph, exposed_s, beliefs.transition_ratio, moved)
+        return dataclasses.replace(found, compile_s=compile_s)
 
     def graph(
         self,
@@ -352,17 +355,12 @@ class PlannerCosts:
         return -(-programs // self.compiler_threads) * each_s
 
     def _estimate(
-        self,
-        graph: TransitionGraph,
-        compile_s: float,
-        hidden_s: float,
-        ratio: float,
-        moved: _Moved,
+        self, graph: TransitionGraph, exposed_s: float, ratio: float, moved: _Moved
     ) -> TransitionEstimate:
         parts = {
             "move": graph.transition_s * ratio,
             "setup": self.setup_s * ratio,
-            "compile": max(compile_s - hidden_s, 0.0),
+            "compile": exposed_s,
         }
         if moved.later_s:
             parts["unpark"] = moved.later_s
@@ -371,13 +369,12 @@ class PlannerCosts:
             executable=True,
             seconds=sum(parts.values()),
             parts_s=parts,
-            compile_s=compile_s,
             link_bytes=sum(taken, moved.later_bytes),
             device_bytes=dict(zip(graph.devices, graph.peak_bytes, strict=True)),
         )
 
     def _restart(
-        self, source: ExecutionPlan, target: ExecutionPlan, compile_s: float, hidden_s: float
+        self, source: ExecutionPlan, target: ExecutionPlan, exposed_s: float
     ) -> TransitionEstimate:
         """Every device writes and reads what it has of the state, then the job starts anew."""
         read_s, write_s, total = 0.0, 0.0, 0
@@ -391,13 +388,12 @@ class PlannerCosts:
             "write": write_s,
             "read": read_s,
             "setup": self.restart_s,
-            "compile": max(compile_s - hidden_s, 0.0),
+            "compile": exposed_s,
         }
         return TransitionEstimate(
             executable=True,
             seconds=sum(parts.values()),
             parts_s=parts,
-            compile_s=compile_s,
             link_bytes=LinkBytes(storage=total),
         )
 

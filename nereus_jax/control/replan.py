@@ -19,7 +19,7 @@ from nereus_jax.control.costs import (
     TransitionEstimate,
 )
 from nereus_jax.control.decisions import device_ranges, make_record
-from nereus_jax.control.expectation import expected_workload, forecast_of, longest_only
+from nereus_jax.control.expectation import expected_workload, forecast_of, with_length
 from nereus_jax.control.forecast import Forecast
 from nereus_jax.control.learning import corrected
 from nereus_jax.control.monitor import (
@@ -258,7 +258,7 @@ def _after_peak(start: Replan, workload: Workload) -> Beliefs:
     state, costs = start.state, start.costs
     room = min(state.room_tokens, start.settings.workload.max_response_tokens)
     if OUT_OF_MEMORY in start.triggers:
-        seen = longest_only(workload, room)
+        seen = with_length(workload, room)
     elif state.peak_bytes and state.lengths.mean:
         most = max(room, workload.response_lengths.max)
         seen = dataclasses.replace(workload, max_response_tokens=most)
