@@ -21,7 +21,8 @@ import numpy as np
 SHORTEST, LONGEST = 8, 512
 SHORTEST_PROMPT, LONGEST_PROMPT = 4, 128
 MICROBATCH = 2
-"""Longest rows of a microbatch and replica in TRAIN."""
+"""Longest rows of a microbatch and replica in SCORE and TRAIN."""
+REPLICAS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def lengths_of(
@@ -140,7 +141,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         name: of.program(rows, LONGEST_PROMPT, sampling).temp_bytes
         for name, of in (("continuous", continuous), ("paged", paged))
     }
-    packed = {dp: packed_padding_share(lengths_B, limits_B, dp) for dp in (1, 2, 4, 8)}
+    packed = {dp: packed_padding_share(lengths_B, limits_B, dp) for dp in REPLICAS}
     return {
         "padding_share": packed[1],
         "tokens_per_s_over_static": medians["static"] / medians["continuous"],
@@ -182,16 +183,17 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def packed_padding_share(lengths_B: np.ndarray, limits_B: np.ndarray, dp: int) -> float:
-    """Share of the tokens that TRAIN computes for these rows which belong to none of them.
+    """Share of the tokens computed for these rows which belong to none of them: in SCORE, and in
+    TRAIN where all rows are one minibatch.
 
-    All rows are one minibatch, a microbatch is MICROBATCH longest rows.
+    A microbatch is MICROBATCH longest rows.
     """
     from nereus_jax.core.layout import ParallelLayout
-    from nereus_jax.runtime.engines.packed import pack_batch, packed_shapes
+    from nereus_jax.runtime.engines.packed import pack_batch, packed_forms
 
     layout = ParallelLayout(dp, 1, 1)
-    shapes = packed_shapes(len(lengths_B), LONGEST_PROMPT + LONGEST, layout, MICROBATCH)
-    return pack_batch(shapes, lengths_B + limits_B, lengths_B - 1, limits_B).padding_share
+    forms = packed_forms(len(lengths_B), LONGEST_PROMPT + LONGEST, layout, MICROBATCH)
+    return pack_batch(forms, lengths_B + limits_B, lengths_B - 1, limits_B).padding_share
 
 
 def padding_share(outputs: list[dict[str, np.ndarray]], used: str, computed: str) -> float:

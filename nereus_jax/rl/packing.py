@@ -26,7 +26,9 @@ class Packing:
     starts_B: np.ndarray
 
 
-def pack_rows(lengths_B: np.ndarray, width: int, num_groups: int = 1) -> Packing:
+def pack_rows(
+    lengths_B: np.ndarray, width: int, num_groups: int = 1, max_rows: int | None = None
+) -> Packing:
     """Puts sequences into as few rows as best-fit decreasing finds, rows shared evenly by groups.
 
     Longest sequence first, into the fullest row that has room; ties go to the earlier sequence and
@@ -39,6 +41,8 @@ def pack_rows(lengths_B: np.ndarray, width: int, num_groups: int = 1) -> Packing
       lengths_B: integers >= 0, tokens of each sequence; one without tokens gets no place.
       width: columns of a packed row, at least the longest sequence.
       num_groups: >= 1.
+      max_rows: most rows, all groups together; a sequence that they have no room for gets no
+        place. None: as many as it takes.
 
     Raises:
       ValueError: lengths are not a vector, or a sequence is longer than a row.
@@ -61,9 +65,11 @@ def pack_rows(lengths_B: np.ndarray, width: int, num_groups: int = 1) -> Packing
         place = bisect.bisect_left(room, (length, -1))
         if place < len(room):
             left, row = room.pop(place)
-        else:
+        elif max_rows is None or len(loads) < max_rows:
             left, row = width, len(loads)
             loads.append(0)
+        else:
+            continue
         rows_B[b], starts_B[b] = row, loads[row]
         loads[row] += length
         bisect.insort(room, (left - length, row))

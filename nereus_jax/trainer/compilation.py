@@ -75,4 +75,4 @@ def digest_recipes(job: Job) -> list[Recipe]:
 
 def _first_recipe(engine: ScoreEngine | TrainEngine, num_rows: int, length: int) -> Recipe:
     """The program of narrow rows; that of wide ones waits for lengths that ask for it."""
-    return engine.recipe(engine.shapes(num_rows, length)[0])
+    return engine.recipe(engine.forms(num_rows, length)[0])

@@ -91,9 +91,9 @@ def compile_program(choice: ProgramChoice, devices: Sequence[DeviceHandle]) -> P
     else:
         engine = _train_engine(choice, site)
         rows = min(choice.workload.minibatch_size, choice.workload.rows)
-    shapes = engine.shapes(rows, choice.workload.row_tokens)
-    wide = next((s for s in shapes if s.width > s.span), shapes[0])
-    return engine.program(wide if choice.wide else shapes[0])
+    forms = engine.forms(rows, choice.workload.row_tokens)
+    wide = next((f for f in forms if f[0].width > f[0].span), forms[0])
+    return engine.program(wide if choice.wide else forms[0])
 
 
 def _world(devices: Sequence[DeviceHandle]) -> World:

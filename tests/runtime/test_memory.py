@@ -61,7 +61,7 @@ def temp_bytes(stage: str, layout: ParallelLayout, chunk: int, vocab: int, width
             token_chunk=chunk,
             programs=programs,
         )
-        return score.program(score.shapes(B, P + width)[0]).temp_bytes
+        return score.program(score.forms(B, P + width)[0]).temp_bytes
     train = TrainEngine(
         config=config,
         head=Head.LM,
@@ -80,7 +80,7 @@ def temp_bytes(stage: str, layout: ParallelLayout, chunk: int, vocab: int, width
         optimizer_key=OPTIMIZER,
         programs=programs,
     )
-    return train.program(train.shapes(B, P + width)[0]).temp_bytes
+    return train.program(train.forms(B, P + width)[0]).temp_bytes
 
 
 def logits_bytes(layout: ParallelLayout) -> int:

@@ -3,6 +3,7 @@
 Shapes: B sequences, S longest sequence, T response.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,7 +23,13 @@ from nereus_jax.models.mesh_axes import UNSHARDED
 from nereus_jax.rl.objectives import SupervisedObjective
 from nereus_jax.runtime import emu, host
 from nereus_jax.runtime.emu import Site
-from nereus_jax.runtime.engines.packed import PackedShape, pack_batch, packed_shapes
+from nereus_jax.runtime.engines.packed import (
+    PackedBatch,
+    PackedForm,
+    PackedShape,
+    pack_batch,
+    packed_forms,
+)
 from nereus_jax.runtime.engines.score import ScoreEngine, ScoreKind
 from nereus_jax.runtime.engines.train import TrainEngine
 from nereus_jax.runtime.optimizers import make_optimizer
@@ -39,10 +46,18 @@ CONFIG = DecoderConfig(
     vocab_size=17,
 )
 S, T = 12, 9
+LONG_S = 512
+"""Long enough for short rows."""
 SHORT = [(3, 5), (2, 4), (3, 6), (1, 3), (2, 2), (3, 4), (1, 2), (2, 5)]
 """(prompt, total) lengths: several to a narrow row."""
 MIDDLE = [(3, 8), (2, 7), (3, 7), (1, 7), (2, 7), (3, 7)] * 2
 """No two fit into a narrow row of 12."""
+MIXED = [(505, 512), (420, 429), (70, 78), (60, 66), (3, 11), (20, 24)]
+"""Two long rows and short ones."""
+
+
+def longest(pairs: list[tuple[int, int]]) -> int:
+    return LONG_S if pairs is MIXED else S
 
 
 def site_of(*degrees: int) -> Site:
@@ -52,9 +67,11 @@ def site_of(*degrees: int) -> Site:
     return emu.make_site(world, ACTOR_TRAIN, placement, CONFIG.num_kv_heads)
 
 
-def batch_of(pairs: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def batch_of(
+    pairs: list[tuple[int, int]], length: int = S
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     prompts_B, totals_B = np.array(pairs, np.int32).T
-    tokens_BS = np.random.default_rng(1).integers(0, CONFIG.vocab_size, (len(pairs), S))
+    tokens_BS = np.random.default_rng(1).integers(0, CONFIG.vocab_size, (len(pairs), length))
     return tokens_BS, prompts_B, totals_B
 
 
@@ -115,71 +132,141 @@ def train_engine(site: Site, microbatch_size: int, flush: int = 0) -> TrainEngin
 def test_what_is_placed_comes_back(
     pairs: list[tuple[int, int]], dp: int, pp: int, size: int, flush: int
 ):
-    tokens_BS, prompts_B, totals_B = batch_of(pairs)
-    shapes = packed_shapes(len(pairs), S, ParallelLayout(dp, pp, 1), size, flush)
-    for shape in shapes:
-        batch = pack_batch([shape], totals_B, prompts_B - 1, totals_B - prompts_B)
-        assert batch.microbatches <= shape.flushes * shape.microbatches
+    check_the_way_back(pairs, packed_forms(len(pairs), S, ParallelLayout(dp, pp, 1), size, flush))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    pairs=st.lists(
+        st.tuples(st.integers(1, 120) | st.integers(1, LONG_S - T), st.integers(0, T)).map(
+            lambda x: (x[0], x[0] + x[1])
+        ),
+        min_size=1,
+        max_size=20,
+    ),
+    dp=st.integers(1, 3),
+    pp=st.integers(1, 2),
+    flush=st.integers(0, 3),
+)
+def test_what_is_placed_comes_back_from_long_and_short_rows(
+    pairs: list[tuple[int, int]], dp: int, pp: int, flush: int
+):
+    *others, mixed = packed_forms(len(pairs), LONG_S, ParallelLayout(dp, pp, 1), 2, flush)
+    assert [s.width for s in mixed] == [LONG_S, LONG_S // 4]
+    check_the_way_back(pairs, [mixed, others[0]], LONG_S)
+
+
+def check_the_way_back(
+    pairs: list[tuple[int, int]], forms: Sequence[PackedForm], length: int = S
+) -> None:
+    tokens_BS, prompts_B, totals_B = batch_of(pairs, length)
+    for n in range(len(forms)):
+        # The last form may not be able to hold the batch: the others are behind it.
+        batch = pack_batch(forms[n:], totals_B, prompts_B - 1, totals_B - prompts_B)
+        shapes = batch.form
+        assert all(
+            p.microbatches <= s.flushes * s.microbatches
+            for p, s in zip(batch.parts, shapes, strict=True)
+        )
         values_BT = np.where(
             mask_of(prompts_B, totals_B), np.random.default_rng(0).random((len(pairs), T)), 0
         )
-        np.testing.assert_array_equal(batch.take(batch.place(values_BT), T), values_BT)
-        rows, wanted = batch.rows(tokens_BS, totals_B), batch.wanted()
-        assert (rows["segments"] > 0).sum() == batch.tokens
-        flat_FX = rows["tokens"].reshape(len(wanted["count"]), -1)
-        seen = batch.place(tokens_BS[np.arange(len(pairs))[:, None], _columns(prompts_B)])
-        for f, count in enumerate(wanted["count"]):
-            index = wanted["index"][f, :count]
-            assert (np.diff(index) > 0).all()
-            np.testing.assert_array_equal(flat_FX[f, index + 1], seen[f, :count])
+        arrays = batch.arrays(
+            tokens_BS,
+            totals_B,
+            {
+                "values": values_BT,
+                "seen": tokens_BS[np.arange(len(pairs))[:, None], _columns(prompts_B, length)],
+            },
+        )
+        dp = shapes[0].dp
+        outputs_DX = np.concatenate([x["values"].reshape(dp, -1) for x in arrays], axis=1)
+        np.testing.assert_array_equal(batch.take(outputs_DX, T), values_BT)
+        assert sum((x["segments"] > 0).sum() for x in arrays) == batch.tokens
+        assert batch.tokens == totals_B[totals_B > prompts_B].sum()
+        for part in arrays:
+            flat_FX = part["tokens"].reshape(len(part["count"]), -1)
+            for f, count in enumerate(part["count"]):
+                index = part["index"][f, :count]
+                assert (np.diff(index) > 0).all()
+                np.testing.assert_array_equal(flat_FX[f, index + 1], part["seen"][f, :count])
 
 
-def _columns(prompts_B: np.ndarray) -> np.ndarray:
-    return np.minimum(prompts_B[:, None] + np.arange(T)[None, :], S - 1)
+def _columns(prompts_B: np.ndarray, length: int = S) -> np.ndarray:
+    return np.minimum(prompts_B[:, None] + np.arange(T)[None, :], length - 1)
 
 
 def test_shapes_have_room_for_the_longest_sequences():
     for rows in range(1, 14):
         for degrees in ((1, 1, 1), (2, 1, 1), (3, 2, 1), (1, 4, 2)):
             for size in (1, 2, 3, 4, 8):
-                shapes = packed_shapes(rows, S, ParallelLayout(*degrees), size, 2)
+                forms = packed_forms(rows, S, ParallelLayout(*degrees), size, 2)
+                shapes = [shape for (shape,) in forms]
                 budget = shapes[0].rows * shapes[0].width
                 assert all(s.rows * s.width <= budget for s in shapes)
                 for shape in shapes:
                     full = np.full(rows, S)
-                    batch = pack_batch([shape], full, full - 1, np.ones(rows, int))
-                    assert batch.packing.num_rows <= shape.num_rows
-                    assert batch.microbatches <= shape.flushes * shape.microbatches
+                    (part,) = pack_batch([(shape,)], full, full - 1, np.ones(rows, int)).parts
+                    assert part.packing.num_rows <= shape.num_rows
+                    assert part.microbatches <= shape.flushes * shape.microbatches
+
+
+def test_long_and_short_rows_have_room_for_as_many_sequences_as_there_are():
+    for rows in (1, 5, 8):
+        for degrees in ((1, 1, 1), (2, 1, 1), (3, 2, 1)):
+            *_, mixed = packed_forms(rows, LONG_S, ParallelLayout(*degrees), 4, 2)
+            for lengths_B in (np.full(rows, LONG_S // 4), np.array([LONG_S] + [100] * (rows - 1))):
+                batch = pack_batch([mixed], lengths_B, lengths_B - 1, np.ones(rows, int))
+                for part, shape in zip(batch.parts, mixed, strict=True):
+                    assert part.microbatches <= shape.flushes * shape.microbatches
 
 
 def test_wide_rows_are_taken_when_narrow_ones_stay_half_empty():
-    shapes = packed_shapes(8, S, ParallelLayout(), 4)
-    assert [(s.rows, s.width) for s in shapes] == [(4, S), (1, 4 * S), (2, S), (1, S)]
+    forms = packed_forms(8, S, ParallelLayout(), 4)
+    assert [(s.rows, s.width) for (s,) in forms] == [(4, S), (1, 4 * S), (2, S), (1, S)]
 
     def chosen(lengths: list[int]) -> PackedShape:
         lengths_B = np.array(lengths)
-        return pack_batch(shapes, lengths_B, lengths_B - 1, np.ones_like(lengths_B)).shape
+        (shape,) = pack_batch(forms, lengths_B, lengths_B - 1, np.ones_like(lengths_B)).form
+        return shape
 
     assert chosen([S] * 8).width == S
     assert chosen([3] * 16).width == S
     assert chosen([7] * 8).width == S, "two microbatches either way"
-    shapes = packed_shapes(12, S, ParallelLayout(), 4)
+    forms = packed_forms(12, S, ParallelLayout(), 4)
     assert chosen([7] * 12).width == 4 * S
 
 
 def test_smaller_microbatches_are_taken_when_the_last_ones_are_nearly_empty():
-    shapes = packed_shapes(32, S, ParallelLayout(4, 1, 1), 8)
+    forms = packed_forms(32, S, ParallelLayout(4, 1, 1), 8)
     full, some = np.full(32, S), np.array([S] * 9 + [0] * 23)
-    rows = [pack_batch(shapes, x, x - 1, (x > 0).astype(int)).shape.rows for x in (full, some)]
+    rows = [pack_batch(forms, x, x - 1, (x > 0).astype(int)).form[0].rows for x in (full, some)]
     assert rows == [8, 1], "9 rows on 4 replicas: 3 each, not 8"
 
 
+def test_short_rows_are_taken_when_the_last_row_of_every_replica_is_nearly_empty():
+    def widths(pp: int, lengths: list[int]) -> list[tuple[int, int]]:
+        """(width, microbatches) of every kind of rows."""
+        lengths_B = np.array(lengths)
+        forms = packed_forms(len(lengths), LONG_S, ParallelLayout(2, pp, 1), 1)
+        batch = pack_batch(forms, lengths_B, lengths_B - 1, np.ones_like(lengths_B))
+        return [(p.shape.width, p.microbatches) for p in batch.parts]
+
+    last = [LONG_S, LONG_S, 100, 90]
+    assert widths(1, last) == [(512, 1), (128, 1)]
+    assert widths(2, last) == [(512, 1), (128, 1)], "768 with a tick of 128 to fill, of 1024"
+    assert widths(4, last) == [(512, 2)], "three ticks to fill: 1024 either way"
+    assert widths(1, [LONG_S, LONG_S, 300, 90]) == [(512, 2)], "one is too long for a short row"
+    assert widths(1, [LONG_S, LONG_S, 500, 450]) == [(512, 2)]
+    assert widths(1, [100, 90, 60, 60]) == [(512, 1)], "never without a long row"
+
+
 def test_padding_share_by_hand():
-    shape = packed_shapes(4, 10, ParallelLayout(2, 1, 1), 1)[0]
+    form = packed_forms(4, 10, ParallelLayout(2, 1, 1), 1)[0]
     lengths_B = np.array([10, 6, 4, 9])
-    batch = pack_batch([shape], lengths_B, lengths_B - 1, np.ones_like(lengths_B))
+    batch = pack_batch([form], lengths_B, lengths_B - 1, np.ones_like(lengths_B))
     # Rows: 10, 9, 6 + 4, and one to give both replicas two: 29 of 40 tokens.
-    assert batch.microbatches == 2
+    assert batch.microbatches.tolist() == [2]
     assert batch.padding_share == pytest.approx(1 - 29 / 40)
 
 
@@ -189,22 +276,30 @@ def plain(head: Head, params: dict[str, np.ndarray], tokens_BS: np.ndarray) -> n
         return np.asarray(module(jnp.asarray(tokens_BS)))
 
 
+def check_packing(packed: PackedBatch, pairs: list[tuple[int, int]]) -> None:
+    """Several sequences share a row, and there are short rows where there should be."""
+    assert len(packed.parts) == (2 if pairs is MIXED else 1)
+    assert sum(part.packing.num_rows for part in packed.parts) < len(pairs)
+    assert all(part.tokens for part in packed.parts)
+
+
 LAYOUTS = [(1, 1, 1), (2, 2, 2)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("pairs", [SHORT, MIDDLE], ids=["narrow", "wide"])
+@pytest.mark.parametrize("pairs", [SHORT, MIDDLE, MIXED], ids=["narrow", "wide", "mixed"])
 def test_packed_logprobs_are_those_of_each_sequence_alone(
     layout: tuple[int, int, int], pairs: list[tuple[int, int]]
 ):
     site = site_of(*layout)
-    tokens_BS, prompts_B, totals_B = batch_of(pairs)
+    length = longest(pairs)
+    tokens_BS, prompts_B, totals_B = batch_of(pairs, length)
     engine = score_engine(site, ScoreKind.LOGPROBS, 4)
-    packed = engine.pack(S, prompts_B, totals_B)
-    assert packed.packing.num_rows < len(pairs), "several sequences share a row"
+    packed = engine.pack(length, prompts_B, totals_B)
+    check_packing(packed, pairs)
     params = emu.initialize(CONFIG, Head.LM, site, "float32", seed=0)
     outputs = host.fetch(engine.dispatch(params, tokens_BS, prompts_B, totals_B))
-    got = engine.unpack(outputs, S, prompts_B, totals_B, T)
+    got = engine.unpack(outputs, length, prompts_B, totals_B, T)
     one = emu.initialize(CONFIG, Head.LM, site_of(1, 1, 1), "float32", seed=0)
     logits_BSV = plain(Head.LM, host.fetch(one), tokens_BS)
     logprobs_BSV = np.asarray(jax.nn.log_softmax(logits_BSV))
@@ -234,15 +329,16 @@ def test_packed_rewards_are_those_of_last_tokens(pairs: list[tuple[int, int]]):
 @pytest.mark.parametrize(
     "layout", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (2, 2, 2)], ids=str
 )
-@pytest.mark.parametrize("pairs", [SHORT, MIDDLE], ids=["narrow", "wide"])
+@pytest.mark.parametrize("pairs", [SHORT, MIDDLE, MIXED], ids=["narrow", "wide", "mixed"])
 def test_an_update_does_not_depend_on_the_packing(
     layout: tuple[int, int, int], pairs: list[tuple[int, int]]
 ):
-    tokens_BS, prompts_B, totals_B = batch_of(pairs)
+    length = longest(pairs)
+    tokens_BS, prompts_B, totals_B = batch_of(pairs, length)
     mask_BT = mask_of(prompts_B, totals_B)
     weights_BT = np.where(mask_BT, np.random.default_rng(3).random(mask_BT.shape), 0)
     engine = train_engine(site_of(*layout), 4, flush=2)
-    assert engine.pack(S, prompts_B, totals_B).packing.num_rows < len(pairs)
+    check_packing(engine.pack(length, prompts_B, totals_B), pairs)
     state = engine.init(emu.initialize(CONFIG, Head.LM, engine.site, "float32", seed=0))
     arrays = {"weights": weights_BT}
     state, metrics = engine.dispatch(state, tokens_BS, prompts_B, totals_B, arrays, {})
@@ -250,7 +346,7 @@ def test_an_update_does_not_depend_on_the_packing(
     start = emu.initialize(CONFIG, Head.LM, site_of(1, 1, 1), "float32", seed=0)
     params = jax.tree.map(jnp.asarray, host.fetch(start))
     graphdef = decoder_graphdef(CONFIG, Head.LM, UNSHARDED)
-    columns_BT = _columns(prompts_B)
+    columns_BT = _columns(prompts_B, length)
     targets_BT = np.take_along_axis(tokens_BS, columns_BT, axis=1)
 
     def plain_loss(params: dict[str, jax.Array]) -> jax.Array:
@@ -267,3 +363,13 @@ def test_an_update_does_not_depend_on_the_packing(
         value = got[leaf.name][tuple(slice(0, n) for n in leaf.shape)]
         expected = params[leaf.name] + updates[leaf.name]
         np.testing.assert_allclose(value, expected, atol=5e-5, err_msg=leaf.name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_short_rows_take_no_memory_of_their_own(layout: tuple[int, int, int]):
+    """They run after the long ones, in their place: what both need is what the long ones need."""
+    site = site_of(*layout)
+    for engine in (score_engine(site, ScoreKind.LOGPROBS, 1), train_engine(site, 1)):
+        usual, mixed = engine.forms(8, LONG_S)
+        assert engine.program(mixed).temp_bytes < 1.05 * engine.program(usual).temp_bytes

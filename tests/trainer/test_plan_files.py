@@ -66,7 +66,7 @@ def test_every_engine_is_as_the_file_says(tmp_path: Path) -> None:
     assert job.scores[CRITIC_SCORE].microbatch_size == 2
     assert job.generate.max_num_seqs == 6 and job.generate.slots(16) == 6
     assert [str(d) for d in job.plan[ACTOR_GENERATE].devices] == ["0:5", "0:6"]
-    (shape, *_) = actor.shapes(8, 10)
+    ((shape,), *_) = actor.forms(8, 10)
     assert (shape.rows, shape.microbatches, shape.flushes) == (1, 2, 2)
 
 

@@ -4,13 +4,17 @@ A compiled program has room for the longest possible sequences; how many of its 
 comes with the data. So short sequences cost what they are long, and nothing is compiled again when
 their lengths change.
 
+A program has one kind of rows, or long and short ones: its form. The short ones finish what would
+leave a long row nearly empty on every replica.
+
 Shapes: B sequences, S longest sequence, T response, W width of a packed row, F flushes of all
-replicas, K places of a flush: its tokens, in which the response tokens come first.
+replicas, K places of a flush: its tokens, in which the response tokens come first, D replicas,
+X places of a replica: those of all its flushes, kind by kind.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,21 +24,28 @@ from jax import lax
 from nereus_jax.core.layout import DP, ParallelLayout
 from nereus_jax.models.forward import PackedFlush
 from nereus_jax.rl.packing import Packing, pack_rows
+from nereus_jax.runtime import host
 from nereus_jax.runtime.emu import Params, Site
 
 WIDE = 4
 """Longest sequences in a wide row: with four, best fit leaves little room whatever the lengths."""
+SHORT = 4
+"""Short rows in the longest sequence."""
+SHORT_TOKENS = 128
+"""Least columns of a short row: fewer tokens are a part of a tile of a GPU's matrix unit, and cost
+as much."""
 GAIN = 1.1
-"""Another shape than the usual one is taken where it saves this factor of tokens: its tokens cost
+"""Another form than the usual one is taken where it saves this factor of tokens: its tokens cost
 more (attention over wide rows, products of fewer rows), and its first use compiles."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedShape:
-    """What a program is compiled for.
+    """One kind of rows that a program is compiled for.
 
     Attributes:
       dp: replicas.
+      pp: pipeline ranks.
       flushes: most pipeline flushes (gradient accumulation) of a replica.
       microbatches: of one flush.
       rows: of one microbatch.
@@ -43,6 +54,7 @@ class PackedShape:
     """
 
     dp: int
+    pp: int
     flushes: int
     microbatches: int
     rows: int
@@ -63,20 +75,29 @@ class PackedShape:
         """Packed rows of all replicas that there is room for."""
         return self.dp * self.flushes * self.flush_rows
 
+    @property
+    def num_flushes(self) -> int:
+        """F."""
+        return self.dp * self.flushes
 
-def packed_shapes(
+
+PackedForm = tuple[PackedShape, ...]
+"""What a program is compiled for: one kind of rows, or long ones and short ones."""
+
+
+def packed_forms(
     num_rows: int,
     length: int,
     layout: ParallelLayout,
     microbatch_size: int,
     flush_microbatches: int = 0,
-) -> tuple[PackedShape, ...]:
-    """The shapes that serve a batch, the usual one first.
+) -> tuple[PackedForm, ...]:
+    """The forms that serve a batch, the usual one first.
 
     Narrow rows are as long as the longest sequence. That wastes room when most sequences are longer
     than half of it: wide rows with the same tokens in a microbatch do not. And it wastes room when
     the last microbatch of every replica is nearly empty: microbatches of half as many rows, and
-    half of that, waste less.
+    half of that, waste less; least of all those of one row with short rows after them.
 
     Args:
       num_rows: B, sequences of the batch.
@@ -87,37 +108,44 @@ def packed_shapes(
     """
     per_replica = -(-num_rows // layout.dp)
     size = min(microbatch_size, per_replica)
+
+    def shape(rows: int, width: int, span: int, total: int) -> PackedShape:
+        flush = 1 if layout.pp == 1 else min(flush_microbatches or total, total)
+        flushes = -(-total // flush)
+        return PackedShape(
+            dp=layout.dp,
+            pp=layout.pp,
+            flushes=flushes,
+            microbatches=flush,
+            rows=rows,
+            width=width,
+            span=span,
+        )
+
     joined = max(k for k in range(1, WIDE + 1) if size % k == 0)
     cuts = [(size, 1), (size, joined)]
     cuts += [(size >> n, 1) for n in range(1, size.bit_length())]
-    shapes: list[PackedShape] = []
+    forms: list[PackedForm] = []
     for rows, k in dict.fromkeys(cuts):
         joined_rows = -(-num_rows // k)
         rows_needed = -(-joined_rows // layout.dp)
         total = -(-rows_needed // (rows // k))
-        flush = 1 if layout.pp == 1 else min(flush_microbatches or total, total)
-        shapes.append(
-            PackedShape(
-                dp=layout.dp,
-                flushes=-(-total // flush),
-                microbatches=flush,
-                rows=rows // k,
-                width=k * length,
-                span=length,
-            )
-        )
-    return tuple(shapes)
+        forms.append((shape(rows // k, k * length, length, total),))
+    short = -(-length // SHORT)
+    if short >= SHORT_TOKENS:
+        forms.append((shape(1, length, length, per_replica), shape(1, short, short, per_replica)))
+    return tuple(forms)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PackedBatch:
-    """Sequences in packed rows, and the way back.
+class PackedPart:
+    """The sequences of a batch that lie in one kind of rows, and the way back.
 
     Attributes:
-      shape: of the program that they are packed for.
+      shape: of the rows.
       microbatches: that hold anything, of each replica.
-      tokens: of all sequences.
-      packing: where each sequence lies.
+      tokens: of these sequences.
+      packing: where each of them lies.
       firsts_B: first column of a sequence whose hidden state is wanted.
       counts_B: how many are wanted.
     """
@@ -136,9 +164,11 @@ class PackedBatch:
         return shape.dp * self.microbatches * shape.rows * shape.width
 
     @property
-    def padding_share(self) -> float:
-        """Share of these that belongs to no sequence."""
-        return 1.0 - self.tokens / self.run_tokens
+    def bubble_tokens(self) -> int:
+        """Tokens that could be run, over all replicas, while pipelines fill and drain."""
+        shape = self.shape
+        flushes = -(-self.microbatches // shape.microbatches)
+        return shape.dp * flushes * (shape.pp - 1) * shape.rows * shape.width
 
     def rows(self, tokens_BS: np.ndarray, lengths_B: np.ndarray) -> dict[str, np.ndarray]:
         """The packed rows [N, W]: tokens, their positions in their sequences, and segments.
@@ -161,16 +191,15 @@ class PackedBatch:
         What is behind the count is 0.
         """
         flush_X, slot_X, place_X, _, _ = self._entries
-        num_flushes = self.shape.dp * self.shape.flushes
-        index = np.zeros((num_flushes, self.shape.flush_tokens), np.int32)
+        index = np.zeros((self.shape.num_flushes, self.shape.flush_tokens), np.int32)
         index[flush_X, slot_X] = place_X
-        count = np.bincount(flush_X, minlength=num_flushes).astype(np.int32)
+        count = np.bincount(flush_X, minlength=self.shape.num_flushes).astype(np.int32)
         return {"index": index, "count": count}
 
     def place(self, array_BT: np.ndarray) -> np.ndarray:
         """Response-aligned values as [F, K], in the order of `wanted`; 0 behind its count."""
         flush_X, slot_X, _, b_X, t_X = self._entries
-        shape = (self.shape.dp * self.shape.flushes, self.shape.flush_tokens)
+        shape = (self.shape.num_flushes, self.shape.flush_tokens)
         placed = np.zeros(shape, array_BT.dtype)
         placed[flush_X, slot_X] = array_BT[b_X, t_X]
         return placed
@@ -210,42 +239,136 @@ class PackedBatch:
         place_X = row_X * self.shape.width + column_X
         order_X = np.argsort(flush_X * self.shape.flush_tokens + place_X, kind="stable")
         flush_X, place_X, b_X, t_X = (x[order_X] for x in (flush_X, place_X, b_X, t_X))
-        starts_F = np.searchsorted(flush_X, np.arange(self.shape.dp * self.shape.flushes))
+        starts_F = np.searchsorted(flush_X, np.arange(self.shape.num_flushes))
         slot_X = np.arange(len(flush_X)) - starts_F[flush_X]
         return flush_X, slot_X, place_X, b_X, t_X
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PackedBatch:
+    """Sequences in packed rows of one form, and the way back.
+
+    Attributes:
+      parts: by kind of rows.
+    """
+
+    parts: tuple[PackedPart, ...]
+
+    @property
+    def form(self) -> PackedForm:
+        """Of the program that they are packed for."""
+        return tuple(part.shape for part in self.parts)
+
+    @property
+    def microbatches(self) -> np.ndarray:
+        """That hold anything, of each replica, by kind of rows: int32."""
+        return np.array([part.microbatches for part in self.parts], np.int32)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences."""
+        return sum(part.tokens for part in self.parts)
+
+    @property
+    def run_tokens(self) -> int:
+        """Tokens of the microbatches that are run, over all replicas."""
+        return sum(part.run_tokens for part in self.parts)
+
+    @property
+    def cost_tokens(self) -> int:
+        """These, and the time in tokens in which a pipeline fills and drains for short rows."""
+        return self.run_tokens + sum(part.bubble_tokens for part in self.parts[1:])
+
+    @property
+    def padding_share(self) -> float:
+        """Share of `run_tokens` that belongs to no sequence."""
+        return 1.0 - self.tokens / self.run_tokens
+
+    def arrays(
+        self,
+        tokens_BS: np.ndarray,
+        lengths_B: np.ndarray,
+        placed: Mapping[str, np.ndarray] | None = None,
+    ) -> tuple[dict[str, np.ndarray], ...]:
+        """What `abstract_batch` describes.
+
+        Args:
+          tokens_BS: right-padded sequences.
+          lengths_B: tokens of each.
+          placed: response-aligned arrays [B, T], by name.
+        """
+        return tuple(
+            part.rows(tokens_BS, lengths_B)
+            | part.wanted()
+            | {name: part.place(x) for name, x in (placed or {}).items()}
+            for part in self.parts
+        )
+
+    def take(self, outputs_DX: np.ndarray, width: int) -> np.ndarray:
+        """Outputs of the wanted places as [B, T], zeros where nothing was wanted."""
+        sizes = [shape.flushes * shape.flush_tokens for shape in self.form]
+        blocks = np.split(outputs_DX, np.cumsum(sizes)[:-1], axis=1)
+        # A sequence lies in one part: what the others have for it is 0.
+        array_BT = np.zeros((len(self.parts[0].counts_B), width), outputs_DX.dtype)
+        for part, block in zip(self.parts, blocks, strict=True):
+            array_BT += part.take(block.reshape(part.shape.num_flushes, -1), width)
+        return array_BT
+
+
 def pack_batch(
-    shapes: Sequence[PackedShape],
+    forms: Sequence[PackedForm],
     lengths_B: np.ndarray,
     firsts_B: np.ndarray,
     counts_B: np.ndarray,
 ) -> PackedBatch:
-    """Packs sequences for one of the shapes: the first, unless another one saves much.
+    """Packs sequences for one of the forms: the first, unless another one saves much.
 
     Args:
-      shapes: of `packed_shapes`, for at least B rows.
-      lengths_B: tokens of each sequence, at most the shapes' span.
+      forms: of `packed_forms`, for at least B rows.
+      lengths_B: tokens of each sequence, at most the forms' span.
       firsts_B: first column of a sequence whose hidden state is wanted.
       counts_B: how many are wanted; a sequence of which none is has no place in the rows.
     """
     lengths_B = np.where(counts_B > 0, lengths_B, 0)
-    best: PackedBatch | None = None
-    for shape in shapes:
-        packing = pack_rows(lengths_B, shape.width, shape.dp)
-        rounds = -(-packing.num_rows // (shape.dp * shape.rows))
-        batch = PackedBatch(
+
+    def part(shape: PackedShape, packing: Packing, least: int) -> PackedPart:
+        return PackedPart(
             shape=shape,
-            microbatches=max(rounds, 1),
-            tokens=int(lengths_B.sum()),
+            microbatches=max(-(-packing.num_rows // (shape.dp * shape.rows)), least),
+            tokens=int(lengths_B[packing.rows_B >= 0].sum()),
             packing=packing,
             firsts_B=firsts_B,
             counts_B=counts_B,
         )
-        if best is None or best.run_tokens > GAIN * batch.run_tokens:
+
+    best: PackedBatch | None = None
+    for form in forms:
+        pack = _pack_one if len(form) == 1 else _pack_two
+        batches = [
+            PackedBatch(parts=tuple(map(part, form, packings, (1, 0))))
+            for packings in pack(form, lengths_B)
+        ]
+        batch = min(batches, key=lambda b: b.cost_tokens, default=None)
+        if batch and (best is None or best.cost_tokens > GAIN * batch.cost_tokens):
             best = batch
     assert best is not None
     return best
+
+
+def _pack_one(form: PackedForm, lengths_B: np.ndarray) -> Iterator[tuple[Packing, ...]]:
+    (shape,) = form
+    yield (pack_rows(lengths_B, shape.width, shape.dp),)
+
+
+def _pack_two(form: PackedForm, lengths_B: np.ndarray) -> Iterator[tuple[Packing, ...]]:
+    """With about as many long rows as the tokens fill; none where the others cannot be short."""
+    long, short = form
+    full = int(lengths_B.sum()) // (long.dp * long.width)
+    for rounds in range(full + 1, max(full - 2, 0), -1):
+        packing = pack_rows(lengths_B, long.width, long.dp, rounds * long.dp)
+        left_B = np.where(packing.rows_B < 0, lengths_B, 0)
+        if left_B.max(initial=0) <= short.width:
+            yield packing, pack_rows(left_B, short.width, short.dp)
 
 
 def _ragged(counts_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -255,20 +378,37 @@ def _ragged(counts_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return rows_X, np.arange(len(rows_X)) - np.repeat(starts_B, counts_B)
 
 
+AbstractBatch = tuple[dict[str, jax.ShapeDtypeStruct], ...]
+
+
 def abstract_batch(
-    shape: PackedShape, site: Site, placed: Sequence[str] = ()
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """What a program takes: the arrays of `rows` and `wanted`, and `placed` ones in float32."""
+    form: PackedForm, site: Site, placed: Sequence[str] = ()
+) -> tuple[AbstractBatch, jax.ShapeDtypeStruct]:
+    """What a program takes: the arrays of `PackedBatch.arrays`, its `placed` ones in float32, and
+    the `microbatches`."""
     by_row = site.sharding((DP,))
-    num_flushes = shape.dp * shape.flushes
-    rows, places = (shape.num_rows, shape.width), (num_flushes, shape.flush_tokens)
-    shapes = {name: (rows, jnp.int32) for name in ("tokens", "positions", "segments")}
-    shapes |= {"index": (places, jnp.int32), "count": ((num_flushes,), jnp.int32)}
-    shapes |= {name: (places, jnp.float32) for name in placed}
-    return {
-        name: jax.ShapeDtypeStruct(dims, dtype, sharding=by_row)
-        for name, (dims, dtype) in shapes.items()
-    }
+
+    def part(shape: PackedShape) -> dict[str, jax.ShapeDtypeStruct]:
+        rows, places = (shape.num_rows, shape.width), (shape.num_flushes, shape.flush_tokens)
+        shapes = {name: (rows, jnp.int32) for name in ("tokens", "positions", "segments")}
+        shapes |= {"index": (places, jnp.int32), "count": ((shape.num_flushes,), jnp.int32)}
+        shapes |= {name: (places, jnp.float32) for name in placed}
+        return {
+            name: jax.ShapeDtypeStruct(dims, dtype, sharding=by_row)
+            for name, (dims, dtype) in shapes.items()
+        }
+
+    microbatches = jax.ShapeDtypeStruct((len(form),), jnp.int32, sharding=site.sharding())
+    return tuple(map(part, form)), microbatches
+
+
+def put_batch(
+    arrays: Sequence[Mapping[str, np.ndarray]], microbatches: np.ndarray, site: Site
+) -> tuple[tuple[Params, ...], jax.Array]:
+    """A batch on its devices, as `abstract_batch` describes it."""
+    by_row = site.sharding((DP,))
+    parts = tuple({name: host.put(x, by_row) for name, x in part.items()} for part in arrays)
+    return parts, host.put(microbatches, site.sharding())
 
 
 def num_flushes(microbatches: jax.Array, shape: PackedShape) -> jax.Array:
@@ -282,10 +422,10 @@ def pick_flush(
     """One flush of a replica's part of a batch, inside `shard_map`.
 
     Args:
-      batch: what `abstract_batch` describes, one replica's part.
+      batch: one kind of rows of what `abstract_batch` describes, one replica's part.
       index: of the flush.
       microbatches: of the replica that hold anything.
-      shape: of the batch.
+      shape: of the rows.
 
     Returns:
       The flush, and the placed arrays as rows [1, K].

@@ -1,6 +1,6 @@
 """The SCORE engine: token log-probabilities and entropies, values, or rewards of given rows.
 
-Shapes: B rows, S sequence, T response.
+Shapes: B rows, S sequence, T response, K places of a flush.
 """
 
 import dataclasses
@@ -18,16 +18,17 @@ from nereus_jax.core.layout import DP
 from nereus_jax.models.decoder import Decoder, bind, decoder_graphdef
 from nereus_jax.models.forward import PackedFlush, wanted_logprobs, wanted_scalars
 from nereus_jax.models.mesh_axes import SHARDED, varying
-from nereus_jax.runtime import host
 from nereus_jax.runtime.emu import Params, Site, partition_spec
 from nereus_jax.runtime.engines.packed import (
     PackedBatch,
+    PackedForm,
     PackedShape,
     abstract_batch,
     num_flushes,
     pack_batch,
-    packed_shapes,
+    packed_forms,
     pick_flush,
+    put_batch,
 )
 from nereus_jax.runtime.programs import Program, ProgramCache, ProgramKey, Recipe
 
@@ -77,11 +78,11 @@ class ScoreEngine:
     def head(self) -> Head:
         return Head.LM if self.kind is ScoreKind.LOGPROBS else Head.SCALAR
 
-    def shapes(self, num_rows: int, length: int) -> tuple[PackedShape, ...]:
-        """The shapes of programs that serve a batch of so many rows [B, S]."""
+    def forms(self, num_rows: int, length: int) -> tuple[PackedForm, ...]:
+        """The forms of programs that serve a batch of so many rows [B, S]."""
         layout = self.site.placement.layout
         flush = FLUSH_PER_RANK * layout.pp
-        return packed_shapes(num_rows, length, layout, self.microbatch_size, flush)
+        return packed_forms(num_rows, length, layout, self.microbatch_size, flush)
 
     def pack(
         self, length: int, prompt_lengths_B: np.ndarray, total_lengths_B: np.ndarray
@@ -93,16 +94,16 @@ class ScoreEngine:
             firsts, counts = totals - 1, (totals > 0).astype(np.int64)
         else:
             firsts, counts = prompts - 1, totals - prompts
-        return pack_batch(self.shapes(len(totals), length), totals, firsts, counts)
+        return pack_batch(self.forms(len(totals), length), totals, firsts, counts)
 
-    def program(self, shape: PackedShape) -> Program:
-        """The compiled program for a shape."""
-        return self.programs.get(*self.recipe(shape))
+    def program(self, form: PackedForm) -> Program:
+        """The compiled program for a form."""
+        return self.programs.get(*self.recipe(form))
 
-    def recipe(self, shape: PackedShape) -> Recipe:
-        """How the program for a shape is made."""
-        key = ProgramKey.of(self.site, self, "score", shape)
-        return key, lambda: self._lower(shape)
+    def recipe(self, form: PackedForm) -> Recipe:
+        """How the program for a form is made."""
+        key = ProgramKey.of(self.site, self, "score", *form)
+        return key, lambda: self._lower(form)
 
     def dispatch(
         self,
@@ -120,11 +121,9 @@ class ScoreEngine:
           total_lengths_B: length of prompt and response together.
         """
         batch = self.pack(tokens_BS.shape[1], prompt_lengths_B, total_lengths_B)
-        arrays = batch.rows(tokens_BS, total_lengths_B) | batch.wanted()
-        by_row = self.site.sharding((DP,))
-        microbatches = host.put(np.asarray(batch.microbatches, np.int32), self.site.sharding())
-        placed = {name: host.put(x, by_row) for name, x in arrays.items()}
-        return self.programs.run(self.recipe(batch.shape), params, placed, microbatches)
+        arrays = batch.arrays(tokens_BS, total_lengths_B)
+        put = put_batch(arrays, batch.microbatches, self.site)
+        return self.programs.run(self.recipe(batch.form), params, *put)
 
     def unpack(
         self,
@@ -167,14 +166,14 @@ class ScoreEngine:
         )
         return {"logprobs": logprobs, "entropy": entropy}
 
-    def _lower(self, shape: PackedShape) -> jax.stages.Lowered:
+    def _lower(self, form: PackedForm) -> jax.stages.Lowered:
         spec = self.config.spec(self.head, self.dtype)
         graphdef = decoder_graphdef(self.config, self.head, SHARDED)
         names = ("logprobs", "entropy") if self.kind is ScoreKind.LOGPROBS else (str(self.kind),)
 
-        def score(params: Params, batch: Params, microbatches: jax.Array) -> dict[str, jax.Array]:
-            decoder = bind(graphdef, params)
-
+        def score_part(
+            decoder: Decoder, batch: Params, microbatches: jax.Array, shape: PackedShape
+        ) -> dict[str, jax.Array]:
             def add(index: jax.Array, results: dict[str, jax.Array]) -> dict[str, jax.Array]:
                 flush, _ = pick_flush(batch, index, microbatches, shape)
                 outputs = self._outputs(decoder, flush, shape)
@@ -183,6 +182,19 @@ class ScoreEngine:
             empty = jnp.zeros((shape.flushes, shape.flush_tokens), jnp.float32)
             results = varying(dict.fromkeys(names, empty), SHARDED.dp)
             return lax.fori_loop(0, num_flushes(microbatches, shape), add, results)
+
+        def score(
+            params: Params, batch: tuple[Params, ...], microbatches: jax.Array
+        ) -> dict[str, jax.Array]:
+            decoder = bind(graphdef, params)
+            parts = [
+                score_part(decoder, rows, microbatches[kind], form[kind])
+                for kind, rows in enumerate(batch)
+            ]
+            return {
+                name: jnp.concatenate([part[name].reshape(1, -1) for part in parts], axis=1)
+                for name in names
+            }
 
         mapped = jax.shard_map(
             score,
@@ -194,7 +206,6 @@ class ScoreEngine:
             ),
             out_specs=PartitionSpec(DP),
         )
-        count = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.site.sharding())
         with jax.default_matmul_precision(self.precision):
-            batch = abstract_batch(shape, self.site)
-            return jax.jit(mapped).lower(self.site.abstract(spec), batch, count)
+            batch = abstract_batch(form, self.site)
+            return jax.jit(mapped).lower(self.site.abstract(spec), *batch)

@@ -40,12 +40,13 @@ from nereus_jax.runtime import host
 from nereus_jax.runtime.emu import Params, Site, partition_spec
 from nereus_jax.runtime.engines.packed import (
     PackedBatch,
-    PackedShape,
+    PackedForm,
     abstract_batch,
     num_flushes,
     pack_batch,
-    packed_shapes,
+    packed_forms,
     pick_flush,
+    put_batch,
 )
 from nereus_jax.runtime.optimizers import OptState, abstract_state, init_state, state_spec
 from nereus_jax.runtime.programs import Program, ProgramCache, ProgramKey, Recipe
@@ -129,29 +130,27 @@ class TrainEngine:
         opt_state = init_state(self.optimizer, params, self.abstract_opt_state())
         return TrainState(params, opt_state)
 
-    def shapes(self, num_rows: int, length: int) -> tuple[PackedShape, ...]:
-        """The shapes of programs that serve a minibatch of so many rows [B, S]."""
+    def forms(self, num_rows: int, length: int) -> tuple[PackedForm, ...]:
+        """The forms of programs that serve a minibatch of so many rows [B, S]."""
         layout = self.site.placement.layout
-        return packed_shapes(
-            num_rows, length, layout, self.microbatch_size, self.flush_microbatches
-        )
+        return packed_forms(num_rows, length, layout, self.microbatch_size, self.flush_microbatches)
 
     def pack(
         self, length: int, prompt_lengths_B: np.ndarray, total_lengths_B: np.ndarray
     ) -> PackedBatch:
         """How a minibatch is packed."""
         prompts, totals = (x.astype(np.int64) for x in (prompt_lengths_B, total_lengths_B))
-        shapes = self.shapes(len(totals), length)
-        return pack_batch(shapes, totals, prompts - 1, totals - prompts)
+        forms = self.forms(len(totals), length)
+        return pack_batch(forms, totals, prompts - 1, totals - prompts)
 
-    def program(self, shape: PackedShape) -> Program:
-        """The compiled update for a shape."""
-        return self.programs.get(*self.recipe(shape))
+    def program(self, form: PackedForm) -> Program:
+        """The compiled update for a form."""
+        return self.programs.get(*self.recipe(form))
 
-    def recipe(self, shape: PackedShape) -> Recipe:
-        """How the program for a shape is made."""
-        key = ProgramKey.of(self.site, self, "train", shape)
-        return key, lambda: self._lower(shape)
+    def recipe(self, form: PackedForm) -> Recipe:
+        """How the program for a form is made."""
+        key = ProgramKey.of(self.site, self, "train", *form)
+        return key, lambda: self._lower(form)
 
     def dispatch(
         self,
@@ -177,57 +176,67 @@ class TrainEngine:
           finite (1 or 0), and the objective's metrics.
         """
         packed = self.pack(tokens_BS.shape[1], prompt_lengths_B, total_lengths_B)
-        rows = packed.rows(tokens_BS, total_lengths_B) | packed.wanted()
-        keys = self.objective.batch_keys
-        rows |= {name: packed.place(arrays[name].astype(np.float32)) for name in keys}
-        by_row, everywhere = self.site.sharding((DP,)), self.site.sharding()
-        batch = {name: host.put(x, by_row) for name, x in rows.items()}
+        placed = {name: arrays[name].astype(np.float32) for name in self.objective.batch_keys}
+        rows = packed.arrays(tokens_BS, total_lengths_B, placed)
+        put = put_batch(rows, packed.microbatches, self.site)
+        everywhere = self.site.sharding()
         values = {
             name: host.put(np.asarray(scalars[name], np.float32), everywhere)
             for name in self.objective.scalar_keys
         }
-        microbatches = host.put(np.asarray(packed.microbatches, np.int32), everywhere)
-        return self.programs.run(self.recipe(packed.shape), state, batch, microbatches, values)
+        return self.programs.run(self.recipe(packed.form), state, *put, values)
 
-    def gradients(self, shape: PackedShape) -> Any:
+    def gradients(self, form: PackedForm) -> Any:
         """A function (params, batch, microbatches, scalars) -> (gradients, metrics) of global
         arrays."""
         graphdef = decoder_graphdef(self.config, self.head, SHARDED)
         spec, moments = self.spec, self.moment_spec
 
         def flush_loss(
-            weights: _Weights, stacked: Params, flush: PackedFlush, placed: Params, scalars: Params
+            weights: _Weights,
+            stacked: Params,
+            flush: PackedFlush,
+            placed: Params,
+            scalars: Params,
+            span: int,
         ) -> tuple[jax.Array, dict[str, jax.Array]]:
             # The layers cast their own weights, microbatch by microbatch: see Decoder.run_layers.
             cast = {
                 name: x if name.startswith(LAYER_PREFIX) else x.astype(self.compute_dtype)
                 for name, x in {**stacked, **weights.stacked}.items()
             }
-            outputs = self._outputs(bind(graphdef, cast), flush, shape, weights.layers)
+            outputs = self._outputs(bind(graphdef, cast), flush, span, weights.layers)
             loss, metrics = self.objective(outputs, placed, scalars)
             return loss, {"loss": loss, **metrics}
 
         def local(
-            params: Params, batch: Params, microbatches: jax.Array, scalars: Params
+            params: Params, batch: tuple[Params, ...], microbatches: jax.Array, scalars: Params
         ) -> tuple[Params, dict[str, jax.Array]]:
             mine = {name: varying(x, _summed_axes(name)) for name, x in params.items()}
             weights = _Weights(mine)
             if self.unroll == 0:
                 weights = _Weights(*unstack_layers(mine))
 
-            def grad(index: jax.Array | int) -> tuple[_Weights, dict[str, jax.Array]]:
-                flush, placed = pick_flush(batch, index, microbatches, shape)
-                return jax.grad(flush_loss, has_aux=True)(weights, mine, flush, placed, scalars)
+            def grad(kind: int, index: jax.Array | int) -> _Sums:
+                shape = form[kind]
+                flush, placed = pick_flush(batch[kind], index, microbatches[kind], shape)
+                of = jax.grad(flush_loss, has_aux=True)
+                return of(weights, mine, flush, placed, scalars, shape.span)
 
-            totals = grad(0)
-            if shape.flushes > 1:
-                totals = lax.fori_loop(
-                    1,
-                    num_flushes(microbatches, shape),
-                    lambda index, sums: jax.tree.map(jnp.add, sums, grad(index)),
-                    totals,
+            def add_flushes(sums: _Sums, kind: int, first: int) -> _Sums:
+                return lax.fori_loop(
+                    first,
+                    num_flushes(microbatches[kind], form[kind]),
+                    lambda index, sums: jax.tree.map(jnp.add, sums, grad(kind, index)),
+                    sums,
                 )
-            grads, metrics = totals
+
+            sums = grad(0, 0)
+            if form[0].flushes > 1:
+                sums = add_flushes(sums, 0, 1)
+            for kind in range(1, len(form)):
+                sums = add_flushes(sums, kind, 0)
+            grads, metrics = sums
             whole = grads.stacked
             if grads.layers is not None:
                 whole = stack_layers(grads.stacked, grads.layers)
@@ -252,12 +261,12 @@ class TrainEngine:
         self,
         decoder: Decoder,
         flush: PackedFlush,
-        shape: PackedShape,
+        span: int,
         layers: list[Params] | None,
     ) -> dict[str, jax.Array]:
         """[1, K] arrays of one pipeline flush."""
         how: dict[str, Any] = {
-            "span": shape.span,
+            "span": span,
             "remat": self.remat,
             "unroll": self.unroll,
             "layers": layers,
@@ -281,11 +290,11 @@ class TrainEngine:
         finite = jnp.isfinite(norm)
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state), norm
 
-    def _lower(self, shape: PackedShape) -> jax.stages.Lowered:
-        gradients = self.gradients(shape)
+    def _lower(self, form: PackedForm) -> jax.stages.Lowered:
+        gradients = self.gradients(form)
 
         def update(
-            state: TrainState, batch: Params, microbatches: jax.Array, scalars: Params
+            state: TrainState, batch: tuple[Params, ...], microbatches: jax.Array, scalars: Params
         ) -> tuple[TrainState, dict[str, jax.Array]]:
             grads, metrics = gradients(state.params, batch, microbatches, scalars)
             new, norm = self._update(state, grads)
@@ -294,15 +303,14 @@ class TrainEngine:
         abstract = TrainState(self.site.abstract(self.spec), self.abstract_opt_state())
         shardings = jax.tree.map(lambda x: x.sharding, abstract)
         everywhere = self.site.sharding()
-        batch = abstract_batch(shape, self.site, self.objective.batch_keys)
-        count = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+        batch = abstract_batch(form, self.site, self.objective.batch_keys)
         scalars = {
             name: jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
             for name in self.objective.scalar_keys
         }
         jitted = jax.jit(update, donate_argnums=0, out_shardings=(shardings, everywhere))
         with jax.default_matmul_precision(self.precision):
-            return jitted.lower(abstract, batch, count, scalars)
+            return jitted.lower(abstract, *batch, scalars)
 
 
 class _Weights(NamedTuple):
@@ -310,6 +318,10 @@ class _Weights(NamedTuple):
 
     stacked: Params
     layers: list[Params] | None = None
+
+
+_Sums = tuple[_Weights, dict[str, jax.Array]]
+"""Gradients and metrics, summed over flushes."""
 
 
 def _summed_axes(name: str) -> tuple[str, ...]:
