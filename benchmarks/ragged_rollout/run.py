@@ -189,7 +189,8 @@ def packed_padding_share(lengths_B: np.ndarray, limits_B: np.ndarray, dp: int) -
     A microbatch is MICROBATCH longest rows.
     """
     from nereus_jax.core.layout import ParallelLayout
-    from nereus_jax.runtime.engines.packed import pack_batch, packed_forms
+    from nereus_jax.rl.packed_forms import packed_forms
+    from nereus_jax.runtime.engines.packed import pack_batch
 
     layout = ParallelLayout(dp, 1, 1)
     forms = packed_forms(len(lengths_B), LONGEST_PROMPT + LONGEST, layout, MICROBATCH)

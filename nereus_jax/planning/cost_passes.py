@@ -14,6 +14,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from nereus_jax.core.packed_cuts import GAIN, short_width
 from nereus_jax.planning.calibration import OperationClass
 from nereus_jax.planning.candidates import Candidates
 from nereus_jax.planning.cost_terms import (
@@ -101,11 +102,41 @@ class Batch:
             micro = Microbatch(tokens=tokens, pairs=pairs, head_tokens=head_tokens)
             return cls(micro=micro, microbatches=microbatches, flushes=flushes)
         held = -(-sequences // c.dp) * workload.mean_row_tokens
-        run = np.clip(np.ceil(held / (PACKED_FILL * tokens)), 1.0, microbatches * flushes)
+        filled = np.asarray(held / (PACKED_FILL * length), np.float64)
+        rows, run = _packed_cut(filled, c, workload.row_tokens)
         flushes = np.ceil(run / microbatches)
         responses = workload.response_lengths.mean / workload.mean_row_tokens
-        micro = Microbatch(tokens=tokens, pairs=pairs, head_tokens=held * responses / run)
+        tokens = rows * length
+        micro = Microbatch(
+            tokens=tokens, pairs=share * tokens * length, head_tokens=held * responses / run
+        )
         return cls(micro=micro, microbatches=run / flushes, flushes=flushes)
+
+
+def _packed_cut(filled: Floats, c: Candidates, length: int) -> tuple[Floats, Floats]:
+    """[C] rows of a microbatch, and microbatches that are run, as the engines choose them.
+
+    Args:
+      filled: [C] rows of the longest sequence that a replica's tokens fill.
+      c: the candidates.
+      length: of the longest sequence. One and a quarter microbatches are a long row and a short.
+    """
+    room = (c.microbatch_size * c.microbatches * c.accumulation).astype(np.float64)
+    filled = np.clip(filled, 1e-6, room)
+    halvings = np.arange(int(c.microbatch_size.max(initial=1)).bit_length())
+    rows = np.maximum(c.microbatch_size >> halvings[:, None], 1).astype(np.float64)  # [N, C]
+    cost = run = np.ceil(filled / rows) * rows
+    if width := short_width(length):
+        part = width / length
+        full = np.maximum(np.floor(filled), 1.0)
+        short = np.ceil(np.maximum(filled - full, 0.0) / part) * part
+        rows = np.concatenate([rows, np.ones((1, len(c)))])
+        run = np.concatenate([run, (full + short)[None]])
+        bubble = np.where(short > 0, (c.pp - 1) * part, 0.0)
+        cost = np.concatenate([cost, (full + short + bubble)[None]])
+    first = np.argmax(cost <= GAIN * cost.min(axis=0), axis=0)[None]
+    rows = np.take_along_axis(rows, first, axis=0)[0]
+    return rows, np.take_along_axis(run, first, axis=0)[0] / rows
 
 
 def kv_share(sizes: ModelSizes, tp: NDArray[np.int64]) -> Floats:

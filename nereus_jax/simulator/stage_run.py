@@ -5,7 +5,6 @@
 Shapes: N rows, U updates of an optimizer, R replicas, M microbatches of a replica.
 """
 
-import bisect
 import dataclasses
 import functools
 
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 
 from nereus_jax.core.layout import ParallelLayout
 from nereus_jax.planning.cost_terms import Execution, ModelSizes, RowFill
+from nereus_jax.rl.packed_forms import FormFit, PackedForm, fit_form, packed_forms
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -89,8 +89,8 @@ class StepRows:
     responses: Ints
 
     @functools.cached_property
-    def packed(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """Rows of a width that sequences need, by (updates, width); filled when asked for."""
+    def fits(self) -> dict[tuple[int, tuple[PackedForm, ...]], list[FormFit]]:
+        """How sequences are packed, by (updates, forms); filled when asked for."""
         return {}
 
     def chunks(self, updates: int) -> tuple[Ints, Ints]:
@@ -102,29 +102,12 @@ class StepRows:
         order = np.argsort(-lengths, axis=1, kind="stable")
         return np.take_along_axis(lengths, order, 1), np.take_along_axis(responses, order, 1)
 
-    def packed_rows(self, updates: int, width: int) -> tuple[int, ...]:
-        """Of each update: rows of a width that its sequences fill, by best fit decreasing."""
-        key = updates, width
-        if key not in self.packed:
-            lengths = self.chunks(updates)[0]
-            self.packed[key] = tuple(_best_fit(row.tolist(), width) for row in lengths)
-        return self.packed[key]
-
-
-def _best_fit(lengths: list[int], width: int) -> int:
-    """Rows of a width that sequences need, longest first into the fullest row that has room."""
-    room: list[int] = []
-    rows = 0
-    for length in lengths:
-        if not length:
-            break
-        place = bisect.bisect_left(room, length)
-        if place < len(room):
-            left = room.pop(place)
-        else:
-            left, rows = width, rows + 1
-        bisect.insort(room, left - length)
-    return max(rows, 1)
+    def packed(self, updates: int, forms: tuple[PackedForm, ...]) -> list[FormFit]:
+        """How each update's sequences are packed for one of the forms, as the engines do it."""
+        key = updates, forms
+        if key not in self.fits:
+            self.fits[key] = [fit_form(forms, row) for row in self.chunks(updates)[0]]
+        return self.fits[key]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -174,18 +157,23 @@ def cut(run: StageRun, rows: StepRows) -> Microbatches:
 
 def _packed(run: StageRun, rows: StepRows, updates: int) -> Microbatches:
     """Full rows, as many microbatches as hold any; replicas have the same number of rows."""
-    dp, size = run.layout.dp, run.microbatch_size
-    needed = np.array(rows.packed_rows(updates, run.width))
-    used = np.ceil(np.ceil(needed / dp) / size).astype(np.int64)
-    most = int(used.max())
-    active = np.ones((updates, dp, most)) * (np.arange(most) < used[:, None])[:, None, :]
-    tokens: Floats = active * float(size * run.width)
-    responses = float(rows.responses.sum()) / updates / dp
+    per_update = -(-len(rows.prompts) // updates)
+    forms = packed_forms(per_update, run.width, run.layout, run.microbatch_size, run.flush)
+    fits = rows.packed(updates, forms)
+    most = max(sum(fit.microbatches) for fit in fits)
+    tokens, length = np.zeros((2, updates, run.layout.dp, most))
+    for update, fit in enumerate(fits):
+        sizes = [shape.rows * shape.width for shape in fit.form]
+        spans = [shape.span for shape in fit.form]
+        count = sum(fit.microbatches)
+        tokens[update, :, :count] = np.repeat(sizes, fit.microbatches)
+        length[update, :, :count] = np.repeat(spans, fit.microbatches)
+    responses = float(rows.responses.sum()) / updates / run.layout.dp
     return Microbatches(
         tokens=tokens,
-        pairs=run.execution.score_share * tokens * run.width,
-        head_tokens=active * (responses / used)[:, None, None],
-        length=np.full(tokens.shape, float(run.width)),
+        pairs=run.execution.score_share * tokens * length,
+        head_tokens=responses * tokens / tokens.sum(axis=2, keepdims=True),
+        length=length,
     )
 
 

@@ -13,8 +13,8 @@ from nereus_jax.core.errors import InfeasiblePlanError
 from nereus_jax.core.execution_plan import ExecutionPlan
 from nereus_jax.core.roles import ModelStage
 from nereus_jax.models.sampling import SamplingConfig
+from nereus_jax.rl.packed_forms import PackedShape
 from nereus_jax.runtime import host
-from nereus_jax.runtime.engines.packed import PackedShape
 from nereus_jax.runtime.engines.train import TrainEngine
 from nereus_jax.runtime.optimizers import is_leaf_spec
 from nereus_jax.runtime.programs import ProgramKey

@@ -91,7 +91,7 @@ def _padding_share(job: Job, rollout: Rollout, batch: TrainBatch) -> dict[str, f
     for stage, engine in job.trains.items():
         packed[stage] = [engine.pack(length, prompts_B[r], totals_B[r]) for r in batch.minibatches]
     return {
-        str(stage): 1 - sum(p.tokens for p in parts) / sum(p.run_tokens for p in parts)
+        str(stage): 1 - sum(p.tokens for p in parts) / sum(p.fit.run_tokens for p in parts)
         for stage, parts in packed.items()
     }
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from nereus_jax.core.hardware import Hardware, Link
 from nereus_jax.core.layout import ParallelLayout
+from nereus_jax.core.packed_cuts import GAIN
 from nereus_jax.planning.cost_terms import DataSync, Execution, ModelSizes, RowFill
 from nereus_jax.simulator.curves import KernelCurve, LinkCurve, Truth, load_truth
 from nereus_jax.simulator.decoding import generate_s
@@ -163,7 +164,6 @@ def test_packed_rows_by_hand() -> None:
     """124, 66, 60 and 60 tokens in rows of 128: best fit decreasing needs three."""
     run = stage(execution=dataclasses.replace(PADDED, rows=RowFill.PACKED))
     batch = rows(120, 62, 56, 56, prompt=4)
-    assert batch.packed_rows(1, 128) == (3,)
     micro = cut(run, batch)
     assert micro.tokens.tolist() == [[[128.0] * 3]]
     assert micro.head_tokens.sum() == pytest.approx(120 + 62 + 56 + 56)
@@ -258,7 +258,9 @@ def test_more_work_takes_longer(
     more = dataclasses.replace(run, minibatch_size=len(responses) + 1)
     call = train_s if train else score_s
     real = device(truth=load_truth())
-    assert call(own, real, batch, even(run)) <= call(more, real, longer, even(run)) * (1 + 1e-9)
+    # Packed rows may run a tenth more tokens than the best form would: one row more may end that.
+    above = GAIN if fill is RowFill.PACKED else 1 + 1e-9
+    assert call(own, real, batch, even(run)) <= call(more, real, longer, even(run)) * above
     slow = 1.0 + np.arange(dp, dtype=np.float64)[:, None]
     assert call(own, real, batch, slow) >= call(own, real, batch, even(run)) * (1 - 1e-9)
     assert cut(own, batch).tokens.sum() >= (batch.prompts + batch.responses).sum()

@@ -1,140 +1,25 @@
-"""How sequences are packed into the rows of SCORE and TRAIN: shapes of programs, arrays of batches.
+"""The arrays of a packed batch: what the programs of SCORE and TRAIN take, and the way back.
 
-A compiled program has room for the longest possible sequences; how many of its microbatches it runs
-comes with the data. So short sequences cost what they are long, and nothing is compiled again when
-their lengths change.
-
-A program has one kind of rows, or long and short ones: its form. The short ones finish what would
-leave a long row nearly empty on every replica.
-
-Shapes: B sequences, S longest sequence, T response, W width of a packed row, F flushes of all
+Shapes: B sequences, S longest sequence, T response, N packed rows of width W, F flushes of all
 replicas, K places of a flush: its tokens, in which the response tokens come first, D replicas,
 X places of a replica: those of all its flushes, kind by kind.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from nereus_jax.core.layout import DP, ParallelLayout
+from nereus_jax.core.layout import DP
 from nereus_jax.models.forward import PackedFlush
-from nereus_jax.rl.packing import Packing, pack_rows
+from nereus_jax.rl.packed_forms import FormFit, PackedForm, PackedShape, fit_form
+from nereus_jax.rl.packing import Packing
 from nereus_jax.runtime import host
 from nereus_jax.runtime.emu import Params, Site
-
-WIDE = 4
-"""Longest sequences in a wide row: with four, best fit leaves little room whatever the lengths."""
-SHORT = 4
-"""Short rows in the longest sequence."""
-SHORT_TOKENS = 128
-"""Least columns of a short row: fewer tokens are a part of a tile of a GPU's matrix unit, and cost
-as much."""
-GAIN = 1.1
-"""Another form than the usual one is taken where it saves this factor of tokens: its tokens cost
-more (attention over wide rows, products of fewer rows), and its first use compiles."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PackedShape:
-    """One kind of rows that a program is compiled for.
-
-    Attributes:
-      dp: replicas.
-      pp: pipeline ranks.
-      flushes: most pipeline flushes (gradient accumulation) of a replica.
-      microbatches: of one flush.
-      rows: of one microbatch.
-      width: W, columns of a row.
-      span: S, the longest sequence: no token attends further back.
-    """
-
-    dp: int
-    pp: int
-    flushes: int
-    microbatches: int
-    rows: int
-    width: int
-    span: int
-
-    @property
-    def flush_rows(self) -> int:
-        return self.microbatches * self.rows
-
-    @property
-    def flush_tokens(self) -> int:
-        """K."""
-        return self.flush_rows * self.width
-
-    @property
-    def num_rows(self) -> int:
-        """Packed rows of all replicas that there is room for."""
-        return self.dp * self.flushes * self.flush_rows
-
-    @property
-    def num_flushes(self) -> int:
-        """F."""
-        return self.dp * self.flushes
-
-
-PackedForm = tuple[PackedShape, ...]
-"""What a program is compiled for: one kind of rows, or long ones and short ones."""
-
-
-def packed_forms(
-    num_rows: int,
-    length: int,
-    layout: ParallelLayout,
-    microbatch_size: int,
-    flush_microbatches: int = 0,
-) -> tuple[PackedForm, ...]:
-    """The forms that serve a batch, the usual one first.
-
-    Narrow rows are as long as the longest sequence. That wastes room when most sequences are longer
-    than half of it: wide rows with the same tokens in a microbatch do not. And it wastes room when
-    the last microbatch of every replica is nearly empty: microbatches of half as many rows, and
-    half of that, waste less; least of all those of one row with short rows after them.
-
-    Args:
-      num_rows: B, sequences of the batch.
-      length: S, tokens of the longest possible sequence.
-      layout: of the model-stage.
-      microbatch_size: longest sequences of a microbatch and replica: its token budget is this * S.
-      flush_microbatches: most microbatches of a pipeline flush; 0: all of a replica's.
-    """
-    per_replica = -(-num_rows // layout.dp)
-    size = min(microbatch_size, per_replica)
-
-    def shape(rows: int, width: int, span: int, total: int) -> PackedShape:
-        flush = 1 if layout.pp == 1 else min(flush_microbatches or total, total)
-        flushes = -(-total // flush)
-        return PackedShape(
-            dp=layout.dp,
-            pp=layout.pp,
-            flushes=flushes,
-            microbatches=flush,
-            rows=rows,
-            width=width,
-            span=span,
-        )
-
-    joined = max(k for k in range(1, WIDE + 1) if size % k == 0)
-    cuts = [(size, 1), (size, joined)]
-    cuts += [(size >> n, 1) for n in range(1, size.bit_length())]
-    forms: list[PackedForm] = []
-    for rows, k in dict.fromkeys(cuts):
-        joined_rows = -(-num_rows // k)
-        rows_needed = -(-joined_rows // layout.dp)
-        total = -(-rows_needed // (rows // k))
-        forms.append((shape(rows // k, k * length, length, total),))
-    short = -(-length // SHORT)
-    if short >= SHORT_TOKENS:
-        forms.append((shape(1, length, length, per_replica), shape(1, short, short, per_replica)))
-    return tuple(forms)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -143,32 +28,15 @@ class PackedPart:
 
     Attributes:
       shape: of the rows.
-      microbatches: that hold anything, of each replica.
-      tokens: of these sequences.
       packing: where each of them lies.
       firsts_B: first column of a sequence whose hidden state is wanted.
       counts_B: how many are wanted.
     """
 
     shape: PackedShape
-    microbatches: int
-    tokens: int
     packing: Packing
     firsts_B: np.ndarray
     counts_B: np.ndarray
-
-    @property
-    def run_tokens(self) -> int:
-        """Tokens of the microbatches that are run, over all replicas."""
-        shape = self.shape
-        return shape.dp * self.microbatches * shape.rows * shape.width
-
-    @property
-    def bubble_tokens(self) -> int:
-        """Tokens that could be run, over all replicas, while pipelines fill and drain."""
-        shape = self.shape
-        flushes = -(-self.microbatches // shape.microbatches)
-        return shape.dp * flushes * (shape.pp - 1) * shape.rows * shape.width
 
     def rows(self, tokens_BS: np.ndarray, lengths_B: np.ndarray) -> dict[str, np.ndarray]:
         """The packed rows [N, W]: tokens, their positions in their sequences, and segments.
@@ -249,40 +117,39 @@ class PackedBatch:
     """Sequences in packed rows of one form, and the way back.
 
     Attributes:
-      parts: by kind of rows.
+      fit: the form, and where each sequence lies.
+      tokens: of all sequences.
+      firsts_B: first column of a sequence whose hidden state is wanted.
+      counts_B: how many are wanted.
     """
 
-    parts: tuple[PackedPart, ...]
+    fit: FormFit
+    tokens: int
+    firsts_B: np.ndarray
+    counts_B: np.ndarray
+
+    @functools.cached_property
+    def parts(self) -> tuple[PackedPart, ...]:
+        """By kind of rows."""
+        return tuple(
+            PackedPart(shape=shape, packing=packing, firsts_B=self.firsts_B, counts_B=self.counts_B)
+            for shape, packing in zip(self.form, self.fit.packings, strict=True)
+        )
 
     @property
     def form(self) -> PackedForm:
         """Of the program that they are packed for."""
-        return tuple(part.shape for part in self.parts)
+        return self.fit.form
 
     @property
     def microbatches(self) -> np.ndarray:
         """That hold anything, of each replica, by kind of rows: int32."""
-        return np.array([part.microbatches for part in self.parts], np.int32)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all sequences."""
-        return sum(part.tokens for part in self.parts)
-
-    @property
-    def run_tokens(self) -> int:
-        """Tokens of the microbatches that are run, over all replicas."""
-        return sum(part.run_tokens for part in self.parts)
-
-    @property
-    def cost_tokens(self) -> int:
-        """These, and the time in tokens in which a pipeline fills and drains for short rows."""
-        return self.run_tokens + sum(part.bubble_tokens for part in self.parts[1:])
+        return np.array(self.fit.microbatches, np.int32)
 
     @property
     def padding_share(self) -> float:
-        """Share of `run_tokens` that belongs to no sequence."""
-        return 1.0 - self.tokens / self.run_tokens
+        """Share of the tokens that are run which belongs to no sequence."""
+        return 1.0 - self.tokens / self.fit.run_tokens
 
     def arrays(
         self,
@@ -309,7 +176,7 @@ class PackedBatch:
         sizes = [shape.flushes * shape.flush_tokens for shape in self.form]
         blocks = np.split(outputs_DX, np.cumsum(sizes)[:-1], axis=1)
         # A sequence lies in one part: what the others have for it is 0.
-        array_BT = np.zeros((len(self.parts[0].counts_B), width), outputs_DX.dtype)
+        array_BT = np.zeros((len(self.counts_B), width), outputs_DX.dtype)
         for part, block in zip(self.parts, blocks, strict=True):
             array_BT += part.take(block.reshape(part.shape.num_flushes, -1), width)
         return array_BT
@@ -321,7 +188,7 @@ def pack_batch(
     firsts_B: np.ndarray,
     counts_B: np.ndarray,
 ) -> PackedBatch:
-    """Packs sequences for one of the forms: the first, unless another one saves much.
+    """Packs sequences for one of the forms: the first that is nearly as good as the best.
 
     Args:
       forms: of `packed_forms`, for at least B rows.
@@ -330,45 +197,12 @@ def pack_batch(
       counts_B: how many are wanted; a sequence of which none is has no place in the rows.
     """
     lengths_B = np.where(counts_B > 0, lengths_B, 0)
-
-    def part(shape: PackedShape, packing: Packing, least: int) -> PackedPart:
-        return PackedPart(
-            shape=shape,
-            microbatches=max(-(-packing.num_rows // (shape.dp * shape.rows)), least),
-            tokens=int(lengths_B[packing.rows_B >= 0].sum()),
-            packing=packing,
-            firsts_B=firsts_B,
-            counts_B=counts_B,
-        )
-
-    best: PackedBatch | None = None
-    for form in forms:
-        pack = _pack_one if len(form) == 1 else _pack_two
-        batches = [
-            PackedBatch(parts=tuple(map(part, form, packings, (1, 0))))
-            for packings in pack(form, lengths_B)
-        ]
-        batch = min(batches, key=lambda b: b.cost_tokens, default=None)
-        if batch and (best is None or best.cost_tokens > GAIN * batch.cost_tokens):
-            best = batch
-    assert best is not None
-    return best
-
-
-def _pack_one(form: PackedForm, lengths_B: np.ndarray) -> Iterator[tuple[Packing, ...]]:
-    (shape,) = form
-    yield (pack_rows(lengths_B, shape.width, shape.dp),)
-
-
-def _pack_two(form: PackedForm, lengths_B: np.ndarray) -> Iterator[tuple[Packing, ...]]:
-    """With about as many long rows as the tokens fill; none where the others cannot be short."""
-    long, short = form
-    full = int(lengths_B.sum()) // (long.dp * long.width)
-    for rounds in range(full + 1, max(full - 2, 0), -1):
-        packing = pack_rows(lengths_B, long.width, long.dp, rounds * long.dp)
-        left_B = np.where(packing.rows_B < 0, lengths_B, 0)
-        if left_B.max(initial=0) <= short.width:
-            yield packing, pack_rows(left_B, short.width, short.dp)
+    return PackedBatch(
+        fit=fit_form(forms, lengths_B),
+        tokens=int(lengths_B.sum()),
+        firsts_B=firsts_B,
+        counts_B=counts_B,
+    )
 
 
 def _ragged(counts_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

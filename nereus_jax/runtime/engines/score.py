@@ -18,15 +18,13 @@ from nereus_jax.core.layout import DP
 from nereus_jax.models.decoder import Decoder, bind, decoder_graphdef
 from nereus_jax.models.forward import PackedFlush, wanted_logprobs, wanted_scalars
 from nereus_jax.models.mesh_axes import SHARDED, varying
+from nereus_jax.rl.packed_forms import PackedForm, PackedShape, packed_forms
 from nereus_jax.runtime.emu import Params, Site, partition_spec
 from nereus_jax.runtime.engines.packed import (
     PackedBatch,
-    PackedForm,
-    PackedShape,
     abstract_batch,
     num_flushes,
     pack_batch,
-    packed_forms,
     pick_flush,
     put_batch,
 )

@@ -36,15 +36,14 @@ from nereus_jax.models.decoder import (
 from nereus_jax.models.forward import PackedFlush, wanted_logprobs, wanted_scalars
 from nereus_jax.models.mesh_axes import SHARDED, varying
 from nereus_jax.rl.objectives import Objective
+from nereus_jax.rl.packed_forms import PackedForm, packed_forms
 from nereus_jax.runtime import host
 from nereus_jax.runtime.emu import Params, Site, partition_spec
 from nereus_jax.runtime.engines.packed import (
     PackedBatch,
-    PackedForm,
     abstract_batch,
     num_flushes,
     pack_batch,
-    packed_forms,
     pick_flush,
     put_batch,
 )
