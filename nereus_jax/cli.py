@@ -312,10 +312,10 @@ def _explain(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _plan(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    if rest:
+    if rest and not arguments.config:
         raise ConfigError(f"unknown argument {rest[0]!r}; see `nereus plan --help`")
     run: int = importlib.import_module("nereus_jax.trainer.plan_command").run_plan(
-        arguments, _model
+        arguments, _overrides(rest), _model
     )
     return run
 

@@ -16,6 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 BASE = ["plan", "--model=llama3-8b", "--hardware=h100"]
 
 
+RECIPE = ["plan", f"--config={ROOT / 'configs' / 'ppo_llama8b_h100.py'}", "--devices=16"]
+
+
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main([*arguments]) == 2
     captured = capsys.readouterr()
@@ -69,6 +72,37 @@ def test_grpo_with_a_reward_model(capsys: pytest.CaptureFixture[str]):
         "reward-SCORE",
         "actor-TRAIN",
     }
+
+
+def test_a_run_s_configuration(capsys: pytest.CaptureFixture[str]):
+    assert main([*RECIPE, "--json", "--top=1"]) == 0
+    (configured,) = json.loads(capsys.readouterr().out)["plans"]
+    stated = ["--prompts=512", "--minibatch=128", "--no-park", "--json", "--top=1"]
+    assert main([*BASE, "--devices=16", *stated]) == 0
+    (same,) = json.loads(capsys.readouterr().out)["plans"]
+    assert set(configured["stage_s"]) == set(same["stage_s"])
+    # The configuration has its own token chunk and prefill rows: the work is the same.
+    assert configured["step_s"] == pytest.approx(same["step_s"], rel=0.05)
+
+
+def test_keys_of_the_configuration_can_be_set(capsys: pytest.CaptureFixture[str]):
+    def step_s(*arguments: str) -> float:
+        assert main([*RECIPE, "--json", "--top=1", *arguments]) == 0
+        return json.loads(capsys.readouterr().out)["plans"][0]["step_s"]
+
+    assert step_s("--config.rollout.batch_size=1024") > 1.5 * step_s()
+    assert step_s("--lengths=256") < 0.7 * step_s(), "all as long as they can be, unless it says"
+    assert step_s("--hardware=h200") < step_s()
+
+
+def test_a_configuration_s_memory_is_the_limit(capsys: pytest.CaptureFixture[str]):
+    error = error_of(capsys, *RECIPE, "--config.device_memory_gib=16")
+    assert "13.4 GiB" in error and "32 devices" in error, "16 GiB less headroom and communicators"
+
+
+def test_an_emulated_run_s_devices(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", f"--config={ROOT / 'configs' / 'ppo_tiny.py'}", "--top=1"]) == 0
+    assert "8 x cpu-emulated" in capsys.readouterr().out
 
 
 def test_a_model_from_its_config(capsys: pytest.CaptureFixture[str], tmp_path: Path):
@@ -153,6 +187,13 @@ def test_nothing_fits_as_json(capsys: pytest.CaptureFixture[str]):
         ),
         (["--model=llama3-8b", "--devices=8", "--speed=1"], ("--speed",)),
         (["--model=llama3-8b"], ("--devices",)),
+        (["--devices=8"], ("--model", "--config")),
+        (["--config=none.py", "--devices=8"], ("none.py",)),
+        ([*RECIPE[1:], "--prompts=64"], ("--prompts", "rollout.batch_size")),
+        ([*RECIPE[1:], "--model=llama3-8b"], ("--model", "model.preset")),
+        ([*RECIPE[1:], "--config.rollout.batch=64"], ("rollout.batch",)),
+        ([*RECIPE[1:2]], ("--devices",)),
+        (["--model=llama3-8b", "--devices=8", "--config.seed=1"], ("--config.seed",)),
     ],
     ids=lambda x: x[-1] if isinstance(x, list) else "",
 )
