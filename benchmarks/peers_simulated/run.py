@@ -1,6 +1,6 @@
 """Our plans beside plans like those of other systems, on one simulated machine.
 
-python benchmarks/peers_simulated/run.py --json=peers_simulated.json
+python benchmarks/peers_simulated/run.py --json=peers_simulated.json --figure=peers.png
 """
 
 import argparse
@@ -86,10 +86,38 @@ def shown(value: float | None, width: int, digits: int) -> str:
     return f"{'-':>{width}}" if value is None else f"{value:{width}.{digits}f}"
 
 
+def draw(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Seconds a step over the number of GPUs, a panel for each kind of them."""
+    import matplotlib  # an extra of development
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(CLUSTERS), figsize=(9, 4), sharey=True)
+    for cluster, axis in zip(CLUSTERS, axes, strict=True):
+        for model, style in zip(BUDGETS, ("-o", "--s"), strict=True):
+            cells = [r for r in rows if r["model"] == model and r["cluster"] == cluster]
+            for name, color in zip(SYSTEMS, ("tab:blue", "tab:orange", "tab:green"), strict=True):
+                found = [(r["devices"], r[name]) for r in cells if r[name] is not None]
+                if found:
+                    label = f"{name}, {model.removeprefix('llama3-')}"
+                    axis.plot(*zip(*found, strict=True), style, color=color, label=label)
+        axis.set(xscale="log", yscale="log", xlabel="GPUs", title=f"{cluster} (simulated)")
+        axis.set_xticks(BUDGETS[MARKED], [str(n) for n in BUDGETS[MARKED]])
+        axis.minorticks_off()
+    axes[0].set_ylabel("seconds a step")
+    ticks = (50, 100, 200, 400)
+    axes[0].set_yticks(ticks, [str(n) for n in ticks])
+    axes[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn")
     parser.add_argument("--json", type=Path, help="where to write the result")
+    parser.add_argument("--figure", type=Path, help="where to draw it (needs matplotlib)")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     print("seconds a step, simulated; and theirs over ours")
@@ -116,6 +144,8 @@ def main() -> None:
     print(json.dumps({k: v for k, v in result.items() if k != "cells"}, indent=1))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if options.figure:
+        draw(options.figure, rows)
 
 
 if __name__ == "__main__":

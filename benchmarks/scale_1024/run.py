@@ -1,6 +1,6 @@
 """1,000 steps of 8B PPO that grow from 32 to 1,024 GPUs: simulated.
 
-python benchmarks/scale_1024/run.py --json=scale_1024.json
+python benchmarks/scale_1024/run.py --json=scale_1024.json --figure=scale_1024.png
 """
 
 import argparse
@@ -95,11 +95,47 @@ def moved_bytes(graph: TransitionGraph) -> int:
     return sum(x.intra_node + x.inter_node for x in links)
 
 
+def draw(path: Path, run: RunResult, changed: list[dict[str, Any]]) -> None:
+    """Seconds of the steps, what they work on, and where the plan changed."""
+    import matplotlib  # an extra of development
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    steps = [r.step for r in run.steps]
+    figure, (upper, lower) = pyplot.subplots(
+        2, 1, figsize=(8, 5.4), sharex=True, height_ratios=(3, 1)
+    )
+    upper.plot(steps, [r.step_s for r in run.steps], color="tab:blue", linewidth=1.0)
+    for move in changed:
+        color = "tab:orange" if move["other_pp_or_tp"] else "grey"
+        upper.axvline(move["step"], color=color, linewidth=0.8, alpha=0.8)
+    upper.set(ylabel="seconds of a step", title="1,000 steps, 32 to 1,024 GPUs (simulated)")
+    upper.set_ylim(bottom=0)
+    upper.text(
+        0.01,
+        0.03,
+        "orange: pp or tp of a model-stage changed",
+        transform=upper.transAxes,
+        fontsize=8,
+    )
+    lower.step(steps, [len(r.pool) for r in run.steps], where="post", color="k", label="GPUs")
+    lower.set(xlabel="step", ylabel="GPUs", yscale="log", yticks=[32, 128, 512])
+    lower.set_yticklabels(["32", "128", "512"])
+    lower.minorticks_off()
+    tokens = lower.twinx()
+    tokens.plot(steps, [r.mean_tokens for r in run.steps], color="tab:green")
+    tokens.set_ylabel("mean response, tokens", color="tab:green")
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=STEPS, help=f"default {STEPS}")
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn")
     parser.add_argument("--json", type=Path, help="where to write the result")
+    parser.add_argument("--figure", type=Path, help="where to draw it (needs matplotlib)")
     options = parser.parse_args()
     start, cpu = time.perf_counter(), time.process_time()
     made = make_growing(options.steps, options.seed)
@@ -134,6 +170,8 @@ def main() -> None:
     print(json.dumps(result, indent=1))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if options.figure:
+        draw(options.figure, run, changed)
 
 
 if __name__ == "__main__":
