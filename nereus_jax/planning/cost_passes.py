@@ -103,7 +103,7 @@ class Batch:
             return cls(micro=micro, microbatches=microbatches, flushes=flushes)
         held = -(-sequences // c.dp) * workload.mean_row_tokens
         filled = np.asarray(held / (PACKED_FILL * length), np.float64)
-        rows, run = _packed_cut(filled, c, workload.row_tokens)
+        rows, run = packed_cut(filled, c, workload.row_tokens)
         flushes = np.ceil(run / microbatches)
         responses = workload.response_lengths.mean / workload.mean_row_tokens
         tokens = rows * length
@@ -113,7 +113,7 @@ class Batch:
         return cls(micro=micro, microbatches=run / flushes, flushes=flushes)
 
 
-def _packed_cut(filled: Floats, c: Candidates, length: int) -> tuple[Floats, Floats]:
+def packed_cut(filled: Floats, c: Candidates, length: int) -> tuple[Floats, Floats]:
     """[C] rows of a microbatch, and microbatches that are run, as the engines choose them.
 
     Args:

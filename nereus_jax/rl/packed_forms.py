@@ -191,4 +191,4 @@ def _long_and_short(form: PackedForm, lengths_B: np.ndarray) -> list[tuple[Packi
             rest = pack_rows(left_B, short.width, short.dp)
             tokens = packing.num_rows * long.width + rest.num_rows * short.width
             found.append((tokens, packing, rest))
-    return [found[1:] for found in sorted(found, key=lambda item: item[0])]
+    return [(packing, rest) for _, packing, rest in sorted(found, key=lambda item: item[0])]
