@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import resource
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,12 @@ def rows_of(workdir: Path, name: str) -> list[Row]:
     """The rows of a file of a run; none if there is none."""
     path = workdir / f"{name}.jsonl"
     return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+
+
+def children_cpu_s() -> float:
+    """CPU seconds of all processes that were waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def write_report(path: Path, marks: Mapping[str, Any], detail: Mapping[str, Any]) -> None:

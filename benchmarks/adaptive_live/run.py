@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from live_runs import ROOT, Row, rows_of, train_command, write_report  # pyright: ignore
+from live_runs import (  # pyright: ignore
+    ROOT,
+    Row,
+    children_cpu_s,
+    rows_of,
+    train_command,
+    write_report,
+)
 
 POLICIES = ("static", "dp_only", "any_gain", "every_k=3", "payback")
 PAYBACK = "payback"
@@ -84,16 +91,17 @@ def run(trace: Trace, policy: str, steps: int, workdir: Path) -> Row:
         path.write_text("".join(json.dumps(event) + "\n" for event in trace.pool))
         settings["control.pool_trace"] = path
     command = train_command("configs/ppo_adaptive.py", workdir / "run", settings)
-    start_s = time.perf_counter()
+    start_s, start_cpu_s = time.perf_counter(), children_cpu_s()
     with (workdir / "log").open("w") as log:
         done = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, check=False)
-    wall_s = time.perf_counter() - start_s
+    wall_s, cpu_s = time.perf_counter() - start_s, children_cpu_s() - start_cpu_s
     said = (workdir / "log").read_text()
     return figures(rows_of(workdir / "run", "metrics"), rows_of(workdir / "run", "decisions")) | {
         "exit_code": done.returncode,
         "oom": int("memory" in said.splitlines()[-1] and done.returncode != 0),
         "last_words": said.splitlines()[-1],
         "process_s": wall_s,
+        "process_cpu_s": cpu_s,
         "samples_once": samples_once(rows_of(workdir / "run", "metrics"), steps),
     }
 
@@ -125,6 +133,7 @@ def figures(rows: Sequence[Row], decisions: Sequence[Row]) -> Row:
         "transition_s": changes_s - waited_s,
         "compile_s": compile_s,
         "replans": len(decisions),
+        "controller_cpu_s": steps[-1].get("controller_cpu_s", 0.0),
         "optional_moves": sum(d["verdict"] == "admit" for d in moves),
         "urgent_moves": sum(d["verdict"] == "urgent" for d in moves),
         "prediction_error_median": statistics.median(map(abs, errors)) if errors else None,

@@ -5,7 +5,6 @@ python benchmarks/controller_overhead/run.py --json=controller_overhead.json [--
 
 import argparse
 import itertools
-import resource
 import statistics
 import subprocess
 import sys
@@ -14,18 +13,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from live_runs import ROOT, Row, rows_of, train_command, write_report  # pyright: ignore
+from live_runs import (  # pyright: ignore
+    ROOT,
+    Row,
+    children_cpu_s,
+    rows_of,
+    train_command,
+    write_report,
+)
 
 LEAST_S = 0.01
 """Less is no compilation: a look at a queue."""
 MEMORY_GIB = 0.0047
 """Of a device: the plan at the start does not suffice to the end."""
-
-
-def children_cpu_s() -> float:
-    """CPU seconds of all processes that were waited for."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def run(steps: int, workdir: Path) -> tuple[list[Row], float, int]:
