@@ -26,6 +26,8 @@ from nereus_jax.core.errors import (
 )
 from nereus_jax.core.plan import Plan
 from nereus_jax.core.presets import PRESETS, preset
+from nereus_jax.core.roles import ACTOR_TRAIN, CRITIC_TRAIN
+from nereus_jax.core.workflow import ALGORITHMS, Traits
 from nereus_jax.elastic.exit_codes import FAILED, INTERRUPTED
 from nereus_jax.runtime.checkpoint_files import CHECKPOINTS
 from nereus_jax.runtime.membership import DistributedConfig
@@ -215,15 +217,7 @@ def _train(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
         )
     if not arguments.workdir and not arguments.dry_run:
         raise ConfigError("--workdir is missing; name a directory for results: --workdir=runs/one")
-    # A console script does not search the directory it is started in; reward functions live there.
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        config = parse_config(load_config_file(arguments.config, overrides))
-    except OSError as error:  # to ask whether a file exists may be refused, too
-        raise ConfigError(
-            f"{error.filename} cannot be read: {error.strerror or error}; mend it, or name another"
-        ) from error
+    config = _read_config(arguments.config, overrides)
     distributed = DistributedConfig(
         enabled=arguments.distributed
         or any(
@@ -257,6 +251,32 @@ def _train(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
         print(f"nereus: error: {_one_line(error)}", file=sys.stderr)
         return FAILED
     return 0
+
+
+def _read_config(name: str, overrides: Sequence[str], *, plans: bool = True) -> RunConfig:
+    """A run's configuration, checked.
+
+    Args:
+      name: FILE or FILE:ARG.
+      overrides: its keys, as texts.
+      plans: with its plans; they may be what is looked for.
+    """
+    # A console script does not search the directory it is started in; reward functions live there.
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        config = load_config_file(name, overrides)
+        if not plans:
+            config.plan_file, config.plan_changes = "", {}
+            # The least that a run needs: the others fall back to those that train.
+            traits = ALGORITHMS.get(config.algorithm.name, Traits())
+            trained = (ACTOR_TRAIN, CRITIC_TRAIN) if traits.critic else (ACTOR_TRAIN,)
+            config.plan = {str(stage): "dp=1,pp=1,tp=1" for stage in trained}
+        return parse_config(config)
+    except OSError as error:  # to ask whether a file exists may be refused, too
+        raise ConfigError(
+            f"{error.filename} cannot be read: {error.strerror or error}; mend it, or name another"
+        ) from error
 
 
 def _supervise(
@@ -312,10 +332,13 @@ def _explain(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _plan(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    if rest and not arguments.config:
+    if rest and (not arguments.config or not rest[0].startswith(("--config.", "--noconfig."))):
         raise ConfigError(f"unknown argument {rest[0]!r}; see `nereus plan --help`")
+    config = None
+    if arguments.config:
+        config = _read_config(arguments.config, _overrides(rest), plans=False)
     run: int = importlib.import_module("nereus_jax.trainer.plan_command").run_plan(
-        arguments, _overrides(rest), _model
+        arguments, config, _model
     )
     return run
 

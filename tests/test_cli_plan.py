@@ -19,6 +19,21 @@ BASE = ["plan", "--model=llama3-8b", "--hardware=h100"]
 RECIPE = ["plan", f"--config={ROOT / 'configs' / 'ppo_llama8b_h100.py'}", "--devices=16"]
 
 
+SIZES = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 1024,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+
+
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main([*arguments]) == 2
     captured = capsys.readouterr()
@@ -100,25 +115,36 @@ def test_a_configuration_s_memory_is_the_limit(capsys: pytest.CaptureFixture[str
     assert "13.4 GiB" in error and "32 devices" in error, "16 GiB less headroom and communicators"
 
 
+def test_a_device_s_memory_is_the_limit_too(capsys: pytest.CaptureFixture[str]):
+    """The recipe allows 80 GiB; an L40S has 45."""
+    assert main([*RECIPE, "--hardware=l40s", "--json", "--top=1"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)["plans"]
+    assert plan["peak_memory_bytes"] < 45 * 2**30
+
+
+def test_a_plan_file_that_is_still_to_be_found(capsys: pytest.CaptureFixture[str]):
+    assert main([*RECIPE, "--config.plan_file=not_yet.json", "--top=1"]) == 0
+    assert "16 x h100" in capsys.readouterr().out
+
+
+def test_a_directory_that_is_called_like_a_preset(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "llama3-70b").mkdir()
+    (tmp_path / "llama3-70b" / "config.json").write_text(json.dumps(SIZES))
+    monkeypatch.chdir(tmp_path)
+    path = ["--config.model.preset=", "--config.model.path=llama3-70b"]
+    assert main([*RECIPE, *path, "--json", "--top=1"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["step_s"] < 1.0
+
+
 def test_an_emulated_run_s_devices(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", f"--config={ROOT / 'configs' / 'ppo_tiny.py'}", "--top=1"]) == 0
     assert "8 x cpu-emulated" in capsys.readouterr().out
 
 
 def test_a_model_from_its_config(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    sizes = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": 4,
-        "hidden_size": 256,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "intermediate_size": 1024,
-        "vocab_size": 1000,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-    }
+    sizes = dict(SIZES)
     config = tmp_path / "config.json"
     config.write_text(json.dumps(sizes))
     assert main(["plan", f"--model={config}", "--devices=2", "--json"]) == 0
@@ -194,6 +220,9 @@ def test_nothing_fits_as_json(capsys: pytest.CaptureFixture[str]):
         ([*RECIPE[1:], "--config.rollout.batch=64"], ("rollout.batch",)),
         ([*RECIPE[1:2]], ("--devices",)),
         (["--model=llama3-8b", "--devices=8", "--config.seed=1"], ("--config.seed",)),
+        ([*RECIPE[1:], "--device=8"], ("--device=8", "nereus plan")),
+        ([*RECIPE[1:], "--lengths=4096"], ("4096", "rollout.max_response_length", "1024")),
+        ([f"--config={'x' * 300}.py", "--devices=8"], ("cannot be read",)),
     ],
     ids=lambda x: x[-1] if isinstance(x, list) else "",
 )

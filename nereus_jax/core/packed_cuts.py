@@ -15,6 +15,9 @@ GAIN = 1.1
 times the tokens of the best: tokens of the others cost more (attention over wide rows, products of
 fewer rows), and their first use compiles."""
 
+SCORE_FLUSH_PER_RANK = 4
+"""Most microbatches of a SCORE flush per pipeline rank: a bubble below 1/5, a bounded buffer."""
+
 
 def short_width(length: int) -> int:
     """Columns of a short row where the longest sequence has so many tokens; 0: there are none."""

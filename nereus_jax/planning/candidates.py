@@ -16,15 +16,13 @@ from numpy.typing import NDArray
 from nereus_jax.core.architectures import DecoderConfig
 from nereus_jax.core.hardware import Hardware
 from nereus_jax.core.layout import ParallelLayout, divisors
+from nereus_jax.core.packed_cuts import SCORE_FLUSH_PER_RANK
 from nereus_jax.core.roles import ModelStage, Stage
 from nereus_jax.planning.search_lanes import make_cells
 from nereus_jax.planning.workload import Workload
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
-
-SCORE_FLUSH_PER_RANK = 4
-"""Microbatches of a SCORE flush per pipeline rank, as the engine has it."""
 
 PREFILL_ROWS = 4
 """Prompts of a replica that are in the layers at a time in GENERATE."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from nereus_jax.core.packed_cuts import GAIN, short_width
+from nereus_jax.core.packed_cuts import GAIN, SCORE_FLUSH_PER_RANK, short_width
 from nereus_jax.planning.calibration import OperationClass
 from nereus_jax.planning.candidates import Candidates
 from nereus_jax.planning.cost_terms import (
@@ -82,7 +82,14 @@ class Batch:
     flushes: Floats
 
     @classmethod
-    def of(cls, workload: Workload, c: Candidates, execution: Execution, sequences: int) -> "Batch":
+    def of(
+        cls,
+        workload: Workload,
+        c: Candidates,
+        execution: Execution,
+        sequences: int,
+        train: bool,
+    ) -> "Batch":
         """So many sequences of the workload, shared by the replicas of the candidates."""
         length = float(workload.row_tokens)
         share = execution.score_share
@@ -101,42 +108,72 @@ class Batch:
             head_tokens = c.microbatch_size * float(workload.max_response_tokens)
             micro = Microbatch(tokens=tokens, pairs=pairs, head_tokens=head_tokens)
             return cls(micro=micro, microbatches=microbatches, flushes=flushes)
-        held = -(-sequences // c.dp) * workload.mean_row_tokens
-        filled = np.asarray(held / (PACKED_FILL * length), np.float64)
-        rows, run = packed_cut(filled, c, workload.row_tokens)
-        flushes = np.ceil(run / microbatches)
+        held = np.asarray(-(-sequences // c.dp) * workload.mean_row_tokens, np.float64)
+        cut = packed_cut(held / PACKED_FILL, c, workload.row_tokens, train)
         responses = workload.response_lengths.mean / workload.mean_row_tokens
-        tokens = rows * length
         micro = Microbatch(
-            tokens=tokens, pairs=share * tokens * length, head_tokens=held * responses / run
+            tokens=cut.tokens / cut.microbatches,
+            pairs=share * cut.pairs / cut.microbatches,
+            head_tokens=held * responses / cut.microbatches,
         )
-        return cls(micro=micro, microbatches=run / flushes, flushes=flushes)
+        return cls(micro=micro, microbatches=cut.microbatches / cut.flushes, flushes=cut.flushes)
 
 
-def packed_cut(filled: Floats, c: Candidates, length: int) -> tuple[Floats, Floats]:
-    """[C] rows of a microbatch, and microbatches that are run, as the engines choose them.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedCut:
+    """[C] What a replica runs on packed rows.
+
+    Attributes:
+      tokens: of all its microbatches.
+      pairs: of a query and a key in them.
+      microbatches: that are run.
+      flushes: that they are run in.
+    """
+
+    tokens: Floats
+    pairs: Floats
+    microbatches: Floats
+    flushes: Floats
+
+
+def packed_cut(filled: Floats, c: Candidates, length: int, train: bool) -> PackedCut:
+    """The rows that the engines choose (`rl/packed_forms`), foreseen from the number of tokens.
 
     Args:
-      filled: [C] rows of the longest sequence that a replica's tokens fill.
+      filled: [C] tokens of a replica, with the room that packing leaves beside them.
       c: the candidates.
-      length: of the longest sequence. One and a quarter microbatches are a long row and a short.
+      length: of the longest sequence.
+      train: TRAIN, else SCORE.
     """
-    room = (c.microbatch_size * c.microbatches * c.accumulation).astype(np.float64)
-    filled = np.clip(filled, 1e-6, room)
-    halvings = np.arange(int(c.microbatch_size.max(initial=1)).bit_length())
-    rows = np.maximum(c.microbatch_size >> halvings[:, None], 1).astype(np.float64)  # [N, C]
-    cost = run = np.ceil(filled / rows) * rows
+    size = c.microbatch_size
+    # A flush that takes all of the usual microbatches takes all of smaller ones, too.
+    limit = np.where(c.accumulation > 1, c.microbatches, np.iinfo(np.int32).max)
+    limit = np.where(c.pp > 1, limit if train else SCORE_FLUSH_PER_RANK * c.pp, 1)
+    filled = np.clip(filled / length, 1e-6, size * c.microbatches * c.accumulation)
+    # In long rows: tokens, count and flushes of the usual microbatches and of smaller ones, [N, C].
+    halvings = np.arange(int(size.max(initial=1)).bit_length())
+    rows = np.maximum(size >> halvings[:, None], 1)
+    count = np.ceil(filled / rows)
+    run = squares = cost = count * rows
+    flushes = np.ceil(count / limit)
     if width := short_width(length):
         part = width / length
-        full = np.maximum(np.floor(filled), 1.0)
-        short = np.ceil(np.maximum(filled - full, 0.0) / part) * part
-        rows = np.concatenate([rows, np.ones((1, len(c)))])
-        run = np.concatenate([run, (full + short)[None]])
-        bubble = np.where(short > 0, (c.pp - 1) * part, 0.0)
-        cost = np.concatenate([cost, (full + short + bubble)[None]])
-    first = np.argmax(cost <= GAIN * cost.min(axis=0), axis=0)[None]
-    rows = np.take_along_axis(rows, first, axis=0)[0]
-    return rows, np.take_along_axis(run, first, axis=0)[0] / rows
+        long = np.maximum(np.floor(filled), 1.0)
+        short = np.ceil(np.maximum(filled - long, 0.0) / part)
+        bubble = np.ceil(short / limit) * (c.pp - 1)
+        mixed = long + short * part
+        run, squares = np.vstack([run, mixed]), np.vstack([squares, long + short * part**2])
+        cost = np.vstack([cost, mixed + bubble * part])
+        count = np.vstack([count, long + short])
+        flushes = np.vstack([flushes, np.ceil(long / limit) + np.ceil(short / limit)])
+    first = np.argmax(cost <= GAIN * cost.min(axis=0), axis=0)
+    own = np.arange(len(c))
+    return PackedCut(
+        tokens=run[first, own] * length,
+        pairs=squares[first, own] * float(length) ** 2,
+        microbatches=count[first, own],
+        flushes=flushes[first, own],
+    )
 
 
 def kv_share(sizes: ModelSizes, tp: NDArray[np.int64]) -> Floats:
@@ -232,7 +269,7 @@ class LayerPasses:
         """How a replica's sequences are cut."""
         rows = self.workload.rows
         sequences = min(self.workload.minibatch_size, rows) if self.train else rows
-        return Batch.of(self.workload, self.candidates, self.execution, sequences)
+        return Batch.of(self.workload, self.candidates, self.execution, sequences, self.train)
 
     @functools.cached_property
     def layer(self) -> Spent:

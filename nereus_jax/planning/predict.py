@@ -15,9 +15,10 @@ import numpy as np
 from nereus_jax.core.architectures import Head
 from nereus_jax.core.execution_plan import ExecutionPlan, StageChoice
 from nereus_jax.core.layout import ParallelLayout
+from nereus_jax.core.packed_cuts import SCORE_FLUSH_PER_RANK
 from nereus_jax.core.roles import ModelStage, Stage
 from nereus_jax.planning.calibration import OperationClass
-from nereus_jax.planning.candidates import SCORE_FLUSH_PER_RANK, Candidates, whole_groups
+from nereus_jax.planning.candidates import Candidates, whole_groups
 from nereus_jax.planning.cost import StageCost
 from nereus_jax.planning.memory import StageMemory
 from nereus_jax.planning.search_problem import (

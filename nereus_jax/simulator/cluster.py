@@ -17,6 +17,7 @@ from nereus_jax.control.device_assignment import group_node_size
 from nereus_jax.core.devices import DeviceId, DevicePool
 from nereus_jax.core.emu_spec import DTYPE_BYTES
 from nereus_jax.core.execution_plan import ExecutionPlan
+from nereus_jax.core.packed_cuts import SCORE_FLUSH_PER_RANK
 from nereus_jax.core.plan import Placement
 from nereus_jax.core.roles import ModelStage, Stage
 from nereus_jax.core.timeline import Span
@@ -305,12 +306,15 @@ class SimulatedCluster:
         """How a model-stage runs a step."""
         p, layout = self.problem, plan.plan[stage].layout
         c = candidates_of(p.workload, [stage], plan)
+        flush = plan.choices[stage].microbatches
+        if stage.stage is Stage.SCORE:
+            flush = SCORE_FLUSH_PER_RANK * layout.pp
         return StageRun(
             sizes=ModelSizes.of(p.models[stage.role], p.head(stage)),
             train=stage.stage is Stage.TRAIN,
             layout=layout,
             microbatch_size=int(c.microbatch_size[0]),
-            flush=int(c.microbatches[0]),
+            flush=flush,
             remat=bool(c.remat[0]),
             zero1=bool(c.zero1[0]),
             execution=OUR_ENGINES,

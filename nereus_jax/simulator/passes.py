@@ -115,7 +115,7 @@ def _rank_s(run: StageRun, device: Device, micro: Microbatches, slow: Floats) ->
     return ranks
 
 
-def _hops_s(run: StageRun, device: Device, micro: Microbatches, flushes: Floats) -> Floats:
+def _hops_s(run: StageRun, device: Device, micro: Microbatches) -> Floats:
     """[U, R] messages between pipeline ranks."""
     pp, tp, execution = run.layout.pp, run.layout.tp, run.execution
     if pp == 1:
@@ -124,7 +124,11 @@ def _hops_s(run: StageRun, device: Device, micro: Microbatches, flushes: Floats)
     num_bytes = hidden / (tp if execution.p2p_scattered else 1)
     one = device.send(num_bytes, crosses_nodes=pp * tp > device.devices_per_node)
     count = (micro.tokens > 0).sum(axis=2)
-    ticks = (count + flushes * (pp - 1)) * execution.interleave * (2 if run.train else 1)
+    ticks = (
+        (count + micro.flushes.sum(axis=2) * (pp - 1))
+        * execution.interleave
+        * (2 if run.train else 1)
+    )
     return ticks * float(one)
 
 
@@ -152,10 +156,9 @@ def _replica_s(
     ranks = _rank_s(run, device, micro, slow)
     slowest = ranks.max(axis=3)
     count = (micro.tokens > 0).sum(axis=2)
-    flushes = np.ceil(count / run.flush)
-    fill = (ranks.sum(axis=3) - slowest).sum(axis=2) / np.maximum(count, 1)
-    whole = slowest.sum(axis=2) + flushes * fill / run.execution.interleave
-    whole = whole + _hops_s(run, device, micro, flushes) + _ends_s(run, device, micro)
+    fill = ((ranks.sum(axis=3) - slowest) * micro.flushes).sum(axis=2)
+    whole = slowest.sum(axis=2) + fill / run.execution.interleave
+    whole = whole + _hops_s(run, device, micro) + _ends_s(run, device, micro)
     if run.train:
         shard = run.sizes.params / (run.layout.pp * run.layout.tp)
         added = device.traffic(3.0 * run.execution.grad_bytes * shard)

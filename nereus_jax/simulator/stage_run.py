@@ -45,7 +45,7 @@ class StageRun:
       train: it updates weights.
       layout: its degrees.
       microbatch_size: rows; GENERATE: rows that a replica decodes at a time.
-      flush: microbatches of a pipeline flush.
+      flush: most microbatches of a pipeline flush; 0: all of a replica's.
       remat: activations are computed again.
       zero1: the optimizer's state is split over replicas.
       execution: how the engine works.
@@ -119,12 +119,14 @@ class Microbatches:
       pairs: of a query and a key whose score is computed.
       head_tokens: through the head.
       length: of the sequences that scores are taken over.
+      flushes: that begin with it, spread evenly over the microbatches that are alike.
     """
 
     tokens: Floats
     pairs: Floats
     head_tokens: Floats
     length: Floats
+    flushes: Floats
 
 
 def cut(run: StageRun, rows: StepRows) -> Microbatches:
@@ -136,6 +138,8 @@ def cut(run: StageRun, rows: StepRows) -> Microbatches:
         _deal(part, run.layout.dp, run.microbatch_size) for part in rows.chunks(updates)
     )
     count = np.asarray((lengths > 0).sum(axis=3), np.float64)
+    some = np.asarray((count > 0).sum(axis=2, keepdims=True), np.float64)
+    spread: Floats = np.where(count > 0, num_flushes(run, some) / np.maximum(some, 1.0), 0.0)
     share = run.execution.score_share
     if run.execution.rows is RowFill.EXACT:
         tokens = np.asarray(lengths.sum(axis=3), np.float64)
@@ -145,6 +149,7 @@ def cut(run: StageRun, rows: StepRows) -> Microbatches:
             pairs=pairs,
             head_tokens=np.asarray(responses.sum(axis=3), np.float64),
             length=tokens / np.maximum(count, 1.0),
+            flushes=spread,
         )
     tokens: Floats = count * float(run.width)
     return Microbatches(
@@ -152,7 +157,15 @@ def cut(run: StageRun, rows: StepRows) -> Microbatches:
         pairs=share * tokens * run.width,
         head_tokens=count * float(run.room_tokens),
         length=np.full(tokens.shape, float(run.width)),
+        flushes=spread,
     )
+
+
+def num_flushes(run: StageRun, count: Floats) -> Floats:
+    """Pipeline flushes of so many microbatches."""
+    if run.layout.pp == 1:
+        return count
+    return np.ceil(count / run.flush) if run.flush else np.minimum(count, 1.0)
 
 
 def _packed(run: StageRun, rows: StepRows, updates: int) -> Microbatches:
@@ -161,19 +174,23 @@ def _packed(run: StageRun, rows: StepRows, updates: int) -> Microbatches:
     forms = packed_forms(per_update, run.width, run.layout, run.microbatch_size, run.flush)
     fits = rows.packed(updates, forms)
     most = max(sum(fit.microbatches) for fit in fits)
-    tokens, length = np.zeros((2, updates, run.layout.dp, most))
+    tokens, length, flushes = np.zeros((3, updates, run.layout.dp, most))
     for update, fit in enumerate(fits):
         sizes = [shape.rows * shape.width for shape in fit.form]
         spans = [shape.span for shape in fit.form]
         count = sum(fit.microbatches)
         tokens[update, :, :count] = np.repeat(sizes, fit.microbatches)
         length[update, :, :count] = np.repeat(spans, fit.microbatches)
+        kinds = np.array(fit.microbatches, np.float64)
+        spread = num_flushes(run, kinds) / np.maximum(kinds, 1.0)
+        flushes[update, :, :count] = np.repeat(spread, fit.microbatches)
     responses = float(rows.responses.sum()) / updates / run.layout.dp
     return Microbatches(
         tokens=tokens,
         pairs=run.execution.score_share * tokens * length,
         head_tokens=responses * tokens / tokens.sum(axis=2, keepdims=True),
         length=length,
+        flushes=flushes,
     )
 
 

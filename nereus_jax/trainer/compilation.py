@@ -74,5 +74,5 @@ def digest_recipes(job: Job) -> list[Recipe]:
 
 
 def _first_recipe(engine: ScoreEngine | TrainEngine, num_rows: int, length: int) -> Recipe:
-    """The program of narrow rows; that of wide ones waits for lengths that ask for it."""
+    """The program of the usual rows; those of other forms wait for lengths that ask for them."""
     return engine.recipe(engine.forms(num_rows, length)[0])

@@ -3,9 +3,9 @@
 import argparse
 import importlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
+from nereus_jax.config import RunConfig
 from nereus_jax.core.errors import ConfigError, StorageError
 from nereus_jax.core.workflow import ALGORITHMS
 from nereus_jax.planning.search_plans import find_plans
@@ -88,12 +88,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_plan(arguments: argparse.Namespace, overrides: Sequence[str], model: ReadModel) -> int:
+def run_plan(arguments: argparse.Namespace, config: RunConfig | None, model: ReadModel) -> int:
     """Prints the best plans.
 
     Args:
       arguments: as `add_plan_arguments` has them.
-      overrides: keys of the configuration, as texts.
+      config: of the run that is planned for, where the arguments name one.
       model: the sizes of a model by name.
 
     Raises:
@@ -105,7 +105,7 @@ def run_plan(arguments: argparse.Namespace, overrides: Sequence[str], model: Rea
     each: int | None = arguments.devices_per_process
     if each is not None and each < 1:
         raise ConfigError(f"--devices-per-process must be at least 1, got {each}")
-    problem = make_problem(arguments, overrides, model)
+    problem = make_problem(arguments, config, model)
     found = find_plans(problem, arguments.top, APART)
     if arguments.json:
         print(json.dumps(plans_json(problem, found, each), indent=1))

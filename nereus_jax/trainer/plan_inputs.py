@@ -4,11 +4,11 @@ import argparse
 import dataclasses
 import difflib
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nereus_jax.config import RunConfig, load_config_file, parse_config
+from nereus_jax.config import RunConfig
 from nereus_jax.core.architectures import DecoderConfig
 from nereus_jax.core.errors import ConfigError
 from nereus_jax.core.hardware import Hardware
@@ -53,20 +53,20 @@ ReadModel = Callable[[str], DecoderConfig]
 
 
 def make_problem(
-    arguments: argparse.Namespace, overrides: Sequence[str], model: ReadModel
+    arguments: argparse.Namespace, config: RunConfig | None, model: ReadModel
 ) -> PlanProblem:
     """The problem that the arguments describe.
 
     Args:
       arguments: of the command.
-      overrides: keys of the configuration, as texts.
+      config: of the run that is planned for, where the arguments name one.
       model: the sizes of a model by the name of a preset, or by its path.
 
     Raises:
       ConfigError, DataError: an argument is not possible.
     """
-    if arguments.config:
-        return _configured(arguments, overrides, model)
+    if config is not None:
+        return _configured(arguments, config, model)
     if not arguments.model:
         raise ConfigError(
             "--model is missing; name a preset or a path, or a run's configuration with --config"
@@ -78,9 +78,7 @@ def make_problem(
     return _stated(stated, model)
 
 
-def _configured(
-    arguments: argparse.Namespace, overrides: Sequence[str], model: ReadModel
-) -> PlanProblem:
+def _configured(arguments: argparse.Namespace, config: RunConfig, model: ReadModel) -> PlanProblem:
     for name, (_, key) in STATED.items():
         if getattr(arguments, name) is not None:
             flag = f"--{name.replace('_', '-')}"
@@ -88,37 +86,55 @@ def _configured(
                 f"{flag}: the configuration of --config says that; leave it out, or set "
                 f"--config.{key}"
             )
-    config = parse_config(load_config_file(arguments.config, overrides))
     devices = _devices(arguments, config.emulated_devices)
     name = arguments.hardware or config.transition.hardware
     hardware = _hardware(name or (CPU_EMULATED if config.emulated_devices else HARDWARE), devices)
     if config.device_memory_gib:
         limit = int(config.device_memory_gib * 2**30)
+        if hardware.name != CPU_EMULATED:  # there it says what GPUs would have
+            limit = min(limit, hardware.memory_bytes)
         hardware = dataclasses.replace(hardware, memory_bytes=limit)
-    models = dict.fromkeys((Role.ACTOR, Role.CRITIC, Role.REFERENCE), _sizes(config, model))
+    models = dict.fromkeys(Role, _sizes(config, model))
     if config.reward.model_path:
-        models[Role.REWARD] = model(config.reward.model_path)
-    workload = run_workload(
-        config,
-        _lengths("--prompt-lengths", arguments.prompt_lengths, config.data.max_prompt_length),
-        _lengths("--lengths", arguments.lengths, config.rollout.max_response_length),
-    )
+        models[Role.REWARD] = model(_path(config.reward.model_path))
+    prompts = _lengths("--prompt-lengths", arguments.prompt_lengths, config.data.max_prompt_length)
+    responses = _lengths("--lengths", arguments.lengths, config.rollout.max_response_length)
+    _check_longest("--prompt-lengths", prompts, "data.max_prompt_length", config)
+    _check_longest("--lengths", responses, "rollout.max_response_length", config)
+    learned = config.calibration.file if config.calibration.mode != "off" else ""
     return run_problem(
         config,
         models,
-        workload,
+        run_workload(config, prompts, responses),
         hardware,
         devices,
-        _efficiencies(arguments.calibration or config.calibration.file, hardware),
+        _efficiencies(arguments.calibration or learned, hardware),
         most_prefill_rows(config),
     )
 
 
 def _sizes(config: RunConfig, model: ReadModel) -> DecoderConfig:
-    if config.model.path or config.model.preset:
-        return model(config.model.path or config.model.preset)
+    if config.model.path:
+        return model(_path(config.model.path))
+    if config.model.preset:
+        return model(config.model.preset)
     tokenizers = importlib.import_module("nereus_jax.data.tokenizers")
     return random_model(config, tokenizers.make_tokenizer(config).vocab_size)
+
+
+def _path(text: str) -> str:
+    """A path that no preset is called like."""
+    return str(Path(text).expanduser().resolve())
+
+
+def _check_longest(flag: str, lengths: LengthHistogram, key: str, config: RunConfig) -> None:
+    section, _, name = key.partition(".")
+    most = getattr(getattr(config, section), name)
+    if lengths.max > most:
+        raise ConfigError(
+            f"{flag}: up to {lengths.max} tokens, but {key} of the configuration is {most}; raise "
+            f"it with --config.{key}={lengths.max}"
+        )
 
 
 def _stated(arguments: argparse.Namespace, model: ReadModel) -> PlanProblem:

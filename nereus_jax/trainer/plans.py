@@ -19,10 +19,10 @@ from nereus_jax.core.devices import DevicePool
 from nereus_jax.core.errors import ConfigError, InfeasiblePlanError
 from nereus_jax.core.execution_plan import ExecutionPlan, StageChoice
 from nereus_jax.core.layout import ParallelLayout, divisors
+from nereus_jax.core.packed_cuts import SCORE_FLUSH_PER_RANK
 from nereus_jax.core.plan import Placement, Plan
 from nereus_jax.core.roles import REWARD_SCORE, ModelStage, Stage
 from nereus_jax.planning.run_problem import make_workflow, most_prefill_rows
-from nereus_jax.runtime.engines.score import FLUSH_PER_RANK
 
 
 def configured_choice(config: RunConfig, stage: ModelStage, layout: ParallelLayout) -> StageChoice:
@@ -180,7 +180,7 @@ def _check_choice(
     if layout.pp == 1:
         return
     if stage.stage is Stage.SCORE:
-        flush = min(FLUSH_PER_RANK * layout.pp, total)
+        flush = min(SCORE_FLUSH_PER_RANK * layout.pp, total)
         if choice.microbatches not in (0, flush):
             raise ConfigError(
                 f"{where}: microbatches={choice.microbatches}, but a flush of SCORE has {flush} "

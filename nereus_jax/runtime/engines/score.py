@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from nereus_jax.core.architectures import DecoderConfig, Head
 from nereus_jax.core.layout import DP
+from nereus_jax.core.packed_cuts import SCORE_FLUSH_PER_RANK
 from nereus_jax.models.decoder import Decoder, bind, decoder_graphdef
 from nereus_jax.models.forward import PackedFlush, wanted_logprobs, wanted_scalars
 from nereus_jax.models.mesh_axes import SHARDED, varying
@@ -29,9 +30,6 @@ from nereus_jax.runtime.engines.packed import (
     put_batch,
 )
 from nereus_jax.runtime.programs import Program, ProgramCache, ProgramKey, Recipe
-
-FLUSH_PER_RANK = 4
-"""Microbatches of a flush per pipeline rank: a bubble below 1/5, a bounded buffer."""
 
 
 class ScoreKind(enum.StrEnum):
@@ -79,7 +77,7 @@ class ScoreEngine:
     def forms(self, num_rows: int, length: int) -> tuple[PackedForm, ...]:
         """The forms of programs that serve a batch of so many rows [B, S]."""
         layout = self.site.placement.layout
-        flush = FLUSH_PER_RANK * layout.pp
+        flush = SCORE_FLUSH_PER_RANK * layout.pp
         return packed_forms(num_rows, length, layout, self.microbatch_size, flush)
 
     def pack(
