@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from nereus_jax.config import RunConfig, load_config_file, parse_config
 from nereus_jax.core.architectures import DecoderConfig
@@ -265,7 +265,7 @@ def _read_config(name: str, overrides: Sequence[str], *, plans: bool = True) -> 
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        config = load_config_file(name, overrides)
+        config: Any = load_config_file(name, overrides)
         if not plans:
             config.plan_file, config.plan_changes = "", {}
             # The least that a run needs: the others fall back to those that train.
