@@ -11,7 +11,7 @@ K places of a flush: its tokens.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -161,13 +161,18 @@ def fit_form(forms: Sequence[PackedForm], lengths_B: np.ndarray) -> FormFit:
     tokens = int(lengths_B.sum())
 
     @functools.cache
-    def narrow(width: int, dp: int) -> Packing:
+    def one_kind(width: int, dp: int) -> Packing:
         return pack_rows(lengths_B, width, dp)
 
     fits: list[FormFit] = []
     for form in forms:
+        shape = form[0]
+        if fits and shape.width > shape.span:
+            usual = one_kind(shape.span, shape.dp)
+            if usual.num_rows * shape.span <= GAIN * tokens:
+                continue  # narrow rows are full: if anything, the microbatches are too large
         if len(form) == 1:
-            packings = [(narrow(form[0].width, form[0].dp),)]
+            packings = [(one_kind(shape.width, shape.dp),)]
         else:
             packings = _long_and_short(form, lengths_B)
         for fit in (FormFit(form=form, packings=p) for p in packings):
@@ -178,17 +183,15 @@ def fit_form(forms: Sequence[PackedForm], lengths_B: np.ndarray) -> FormFit:
     return next(fit for fit in fits if fit.cost_tokens <= GAIN * least)
 
 
-def _long_and_short(form: PackedForm, lengths_B: np.ndarray) -> list[tuple[Packing, Packing]]:
-    """With about as many long rows as the tokens fill, the fewest tokens first; none where what
-    they leave is too long for short rows."""
+def _long_and_short(form: PackedForm, lengths_B: np.ndarray) -> Iterator[tuple[Packing, Packing]]:
+    """With about as many long rows as the tokens fill, as many first; none where what they leave is
+    too long for short rows."""
     long, short = form
     full = int(lengths_B.sum()) // (long.dp * long.width)
-    found: list[tuple[int, Packing, Packing]] = []
-    for rounds in range(full + 1, max(full - 2, 0), -1):
+    for rounds in (full, full - 1, full + 1):
+        if rounds < 1:
+            continue
         packing = pack_rows(lengths_B, long.width, long.dp, rounds * long.dp)
         left_B = np.where(packing.rows_B < 0, lengths_B, 0)
         if left_B.max(initial=0) <= short.width:
-            rest = pack_rows(left_B, short.width, short.dp)
-            tokens = packing.num_rows * long.width + rest.num_rows * short.width
-            found.append((tokens, packing, rest))
-    return [(packing, rest) for _, packing, rest in sorted(found, key=lambda item: item[0])]
+            yield packing, pack_rows(left_B, short.width, short.dp)
