@@ -133,6 +133,8 @@ def run(
     config.warmup.num_steps = 0
     config.rollout.batch_size, config.algorithm.minibatch_size = 32, 16
     config.train.microbatch_size = 4
+    # All rows are as long as they can be: what the controller measures is what `World` prices.
+    config.data.max_prompt_length = config.data.task_options.digits + 1
     config.rollout.ignore_eos = True
     config.eval.every, config.report.tensorboard = 0, False
     config.control.policy, config.checkpoint.every = "payback", 8
