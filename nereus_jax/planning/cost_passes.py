@@ -91,32 +91,37 @@ class Batch:
         train: bool,
     ) -> "Batch":
         """So many sequences of the workload, shared by the replicas of the candidates."""
-        length = float(workload.row_tokens)
         share = execution.score_share
-        microbatches = c.microbatches.astype(np.float64)
-        flushes = c.accumulation.astype(np.float64)
+        if execution.rows is RowFill.PACKED:
+            held = np.asarray(-(-sequences // c.dp) * workload.mean_row_tokens, np.float64)
+            cut = packed_cut(held / PACKED_FILL, c, workload.row_tokens, train)
+            responses = workload.response_lengths.mean / workload.mean_row_tokens
+            micro = Microbatch(
+                tokens=cut.tokens / cut.microbatches,
+                pairs=share * cut.pairs / cut.microbatches,
+                head_tokens=held * responses / cut.microbatches,
+            )
+            per_flush = cut.microbatches / cut.flushes
+            return cls(micro=micro, microbatches=per_flush, flushes=cut.flushes)
         if execution.rows is RowFill.EXACT:
             micro = Microbatch(
                 tokens=c.microbatch_size * workload.mean_row_tokens,
                 pairs=c.microbatch_size * share * workload.mean_square_row_tokens,
                 head_tokens=c.microbatch_size * workload.response_lengths.mean,
             )
-            return cls(micro=micro, microbatches=microbatches, flushes=flushes)
-        tokens = c.microbatch_size * length
-        pairs = share * tokens * length
-        if execution.rows is RowFill.PADDED:
-            head_tokens = c.microbatch_size * float(workload.max_response_tokens)
-            micro = Microbatch(tokens=tokens, pairs=pairs, head_tokens=head_tokens)
-            return cls(micro=micro, microbatches=microbatches, flushes=flushes)
-        held = np.asarray(-(-sequences // c.dp) * workload.mean_row_tokens, np.float64)
-        cut = packed_cut(held / PACKED_FILL, c, workload.row_tokens, train)
-        responses = workload.response_lengths.mean / workload.mean_row_tokens
-        micro = Microbatch(
-            tokens=cut.tokens / cut.microbatches,
-            pairs=share * cut.pairs / cut.microbatches,
-            head_tokens=held * responses / cut.microbatches,
+        else:
+            length = float(workload.row_tokens)
+            tokens = c.microbatch_size * length
+            micro = Microbatch(
+                tokens=tokens,
+                pairs=share * tokens * length,
+                head_tokens=c.microbatch_size * float(workload.max_response_tokens),
+            )
+        return cls(
+            micro=micro,
+            microbatches=c.microbatches.astype(np.float64),
+            flushes=c.accumulation.astype(np.float64),
         )
-        return cls(micro=micro, microbatches=cut.microbatches / cut.flushes, flushes=cut.flushes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
