@@ -434,3 +434,8 @@ class RunConfig:
     checkpoint: CheckpointConfig
     eval: EvalConfig
     report: ReportConfig
+
+    @property
+    def device_memory_bytes(self) -> int:
+        """`device_memory_gib` in bytes; 0: what the device has."""
+        return int(self.device_memory_gib * 2**30)

@@ -250,8 +250,7 @@ def _hardware(recording: Recording, name: str, devices: int) -> Hardware:
     if not name:
         name = _calibrated_on(recording.directory / "calibration.json")
     found = load_hardware(name, emulated_devices=devices)
-    if config.device_memory_gib:
-        memory_bytes = int(config.device_memory_gib * 2**30)
+    if memory_bytes := config.device_memory_bytes:
         found = dataclasses.replace(found, memory_bytes=memory_bytes)
     return found
 

@@ -368,8 +368,7 @@ def make_adaptation(job: Job, hardware: Hardware, sources: PoolSources) -> Adapt
         if config.control.pool_trace and job.world.is_main:
             trace = _read_trace(job)
     capacity: dict[Any, int] = {}
-    if config.device_memory_gib:
-        limit = int(config.device_memory_gib * 2**30)
+    if limit := config.device_memory_bytes:
         capacity = dict.fromkeys(job.world.pool.devices, limit)
         hardware = dataclasses.replace(hardware, memory_bytes=limit)
     problem = plan_problem(job, hardware, prior)

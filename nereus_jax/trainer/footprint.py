@@ -146,7 +146,7 @@ def check_memory(
         f"{gib(stages[worst].temporaries)} of temporaries on each of its devices; give it more "
         f"devices, a smaller microbatch, remat or zero1"
     )
-    budget = int(job.config.device_memory_gib * 2**30)
+    budget = job.config.device_memory_bytes
     for device, need in needs.items():
         if budget and need > budget:
             raise InfeasiblePlanError(

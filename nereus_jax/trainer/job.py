@@ -302,7 +302,7 @@ def make_job(
     if execution is None:
         execution = plan_maker(config, inputs, world).first()
     if programs is None:
-        programs = ProgramCache(int(config.device_memory_gib * 2**30))
+        programs = ProgramCache(config.device_memory_bytes)
     sites = {
         stage: make_site(world, stage, placement, _decoder(inputs, stage).num_kv_heads)
         for stage, placement in execution.plan.placements.items()

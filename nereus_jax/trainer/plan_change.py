@@ -204,8 +204,7 @@ def plan_change(
     gone = frozenset(lost)
     config = old.config
     capacity: dict[DeviceId, int] = {}
-    if config.device_memory_gib:
-        limit = int(config.device_memory_gib * 2**30)
+    if limit := config.device_memory_bytes:
         capacity = dict.fromkeys(old.world.pool.devices, limit)
     budget = TransitionBudget(
         capacity_bytes=capacity, ways=WAYS[config.transition.way], buffer_bytes=0

@@ -89,8 +89,7 @@ def _configured(arguments: argparse.Namespace, config: RunConfig, model: ReadMod
     devices = _devices(arguments, config.emulated_devices)
     name = arguments.hardware or config.transition.hardware
     hardware = _hardware(name or (CPU_EMULATED if config.emulated_devices else HARDWARE), devices)
-    if config.device_memory_gib:
-        limit = int(config.device_memory_gib * 2**30)
+    if limit := config.device_memory_bytes:
         if hardware.name != CPU_EMULATED:  # there it says what GPUs would have
             limit = min(limit, hardware.memory_bytes)
         hardware = dataclasses.replace(hardware, memory_bytes=limit)
