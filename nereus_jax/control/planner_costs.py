@@ -23,6 +23,7 @@ from nereus_jax.planning.plan_price import (
     PlanPrice,
     plan_bytes,
     price_plan,
+    searched_prices,
     stage_class_seconds,
 )
 from nereus_jax.planning.search_plans import PlannedStep, PlanSearch, find_plans
@@ -118,7 +119,10 @@ class PlannerCosts:
                 shortage = shortage or _shortage_text(search, degrees)
                 origin = "search, pp and tp kept" if degrees else "search"
                 origin += "" if view.zero1 else ", whole replicas"
+                as_it_is = (view.hardware, view.num_devices) == (problem.hardware, len(pool))
                 for step in search.plans:
+                    if as_it_is:
+                        known |= searched_prices(problem, step)
                     plan = self._placed(step, pool, current)
                     price = self._price(problem, plan, known)
                     found.append(Candidate(plan=plan, price=price, origin=origin))

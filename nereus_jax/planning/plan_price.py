@@ -13,14 +13,18 @@ from collections.abc import Mapping
 import numpy as np
 
 from nereus_jax.core.devices import DeviceId
-from nereus_jax.core.execution_plan import ExecutionPlan
-from nereus_jax.core.roles import ModelStage
+from nereus_jax.core.execution_plan import ExecutionPlan, StageChoice
+from nereus_jax.core.layout import ParallelLayout
+from nereus_jax.core.roles import ModelStage, Stage
 from nereus_jax.planning.calibration import OperationClass
-from nereus_jax.planning.candidates import Ints
+from nereus_jax.planning.candidates import Candidates, Ints
+from nereus_jax.planning.cost_passes import LayerPasses
 from nereus_jax.planning.memory import StageMemory
 from nereus_jax.planning.predict import candidates_of
+from nereus_jax.planning.search_plans import PlannedStage, PlannedStep
 from nereus_jax.planning.search_problem import (
     PlanProblem,
+    layer_passes,
     park_s,
     stage_cost,
     stage_memory,
@@ -108,12 +112,28 @@ def stage_class_seconds(
       model_stage: which.
       devices_per_node: of its groups of ranks; None: as the hardware has it.
     """
-    hardware = problem.hardware
-    if devices_per_node is not None and devices_per_node != hardware.devices_per_node:
-        hardware = dataclasses.replace(hardware, devices_per_node=devices_per_node)
-        problem = dataclasses.replace(problem, hardware=hardware)
+    problem = _in_nodes(problem, devices_per_node)
     candidates = candidates_of(problem.workload, [model_stage], plan)
-    cost, calls = stage_cost(problem, model_stage, candidates), problem.calls(model_stage)
+    return _class_seconds(problem, model_stage, candidates)
+
+
+def _in_nodes(problem: PlanProblem, devices_per_node: int | None) -> PlanProblem:
+    """The problem with that many devices in a node; None: as the hardware has it."""
+    hardware = problem.hardware
+    if devices_per_node is None or devices_per_node == hardware.devices_per_node:
+        return problem
+    hardware = dataclasses.replace(hardware, devices_per_node=devices_per_node)
+    return dataclasses.replace(problem, hardware=hardware)
+
+
+def _class_seconds(
+    problem: PlanProblem,
+    model_stage: ModelStage,
+    candidates: Candidates,
+    layers: LayerPasses | None = None,
+) -> dict[OperationClass, float]:
+    """Of all calls of the only candidate."""
+    cost, calls = stage_cost(problem, model_stage, candidates, layers), problem.calls(model_stage)
     return {operation: calls * seconds for operation, seconds in cost.at(0).items()}
 
 
@@ -135,11 +155,13 @@ def price_plan(
     """
     sizes = node_sizes or {}
     made: Known = {} if known is None else known
+    layers: _Layers = {}
     stages: dict[ModelStage, StagePrice] = {}
     for stage in problem.workflow.model_stages:
-        key = (*_kind(problem, plan, stage), problem.calls(stage), sizes.get(stage))
+        layout, choice = plan.plan[stage].layout, plan.choices[stage]
+        key = _key(problem, stage, layout, choice, sizes.get(stage))
         if key not in made:
-            made[key] = _stage_price(problem, plan, stage, sizes.get(stage))
+            made[key] = _stage_price(problem, plan, stage, sizes.get(stage), layers)
         stages[stage] = made[key]
     devices, positions = _positions(plan)
     parts = {s: (x.resident_bytes, x.working_bytes) for s, x in stages.items()}
@@ -152,12 +174,48 @@ def price_plan(
     )
 
 
+def searched_prices(problem: PlanProblem, step: PlannedStep) -> Known:
+    """What a search has priced of a plan already, as `price_plan` would price it.
+
+    Without GENERATE: the tables that its seconds are read from depend on what is priced beside it,
+    so that a search has the last digits otherwise.
+
+    Args:
+      problem: that was searched; of the plan's groups of ranks none is torn.
+      step: what was found.
+    """
+    size = problem.hardware.devices_per_node
+    return {
+        _key(problem, s.model_stage, s.layout, s.choice, size): _searched_price(problem, s)
+        for s in step.stages
+        if s.model_stage.stage is not Stage.GENERATE
+    }
+
+
+def _searched_price(problem: PlanProblem, found: PlannedStage) -> StagePrice:
+    stage, parked_s = found.model_stage, 0.0
+    calls = problem.calls(stage)
+    by_class = {OperationClass(c): calls * s for c, s in found.seconds_by_class.items()}
+    if found.parked:
+        held = found.memory.get("parameters", 0.0) + found.memory.get("optimizer", 0.0)
+        parked_s = float(park_s(problem, stage, np.array([held]))[0])
+    return StagePrice(
+        seconds=sum(by_class.values()) + found.edge_s + parked_s,
+        seconds_by_class=by_class,
+        edge_s=found.edge_s,
+        park_s=parked_s,
+        memory=found.memory,
+        resident_bytes=found.resident_bytes,
+        working_bytes=found.working_bytes,
+    )
+
+
 def plan_bytes(problem: PlanProblem, plan: ExecutionPlan) -> float:
     """Peak of the fullest device under a plan, without its seconds."""
     made: dict[tuple[object, ...], tuple[float, float]] = {}
     parts: dict[ModelStage, tuple[float, float]] = {}
     for stage in problem.workflow.model_stages:
-        key = _kind(problem, plan, stage)
+        key = _kind(problem, stage, plan.plan[stage].layout, plan.choices[stage])
         if key not in made:
             memory = _stage_memory(problem, plan, stage)
             made[key] = _resident_and_working(memory, plan.choices[stage].parked)
@@ -166,12 +224,25 @@ def plan_bytes(problem: PlanProblem, plan: ExecutionPlan) -> float:
     return max(_device_bytes(parts, positions, len(devices)))
 
 
-def _kind(problem: PlanProblem, plan: ExecutionPlan, stage: ModelStage) -> tuple[object, ...]:
+def _kind(
+    problem: PlanProblem, stage: ModelStage, layout: ParallelLayout, choice: StageChoice
+) -> tuple[object, ...]:
     """Equal for model-stages that do the same with the same model in the same way."""
     edges = problem.workflow.weight_edges
     ends = any(e.source == stage for e in edges), any(e.target == stage for e in edges)
     model, head = problem.models[stage.role], problem.head(stage)
-    return stage.stage, id(model), head, plan.plan[stage].layout, plan.choices[stage], ends
+    return stage.stage, id(model), head, layout, choice, ends
+
+
+def _key(
+    problem: PlanProblem,
+    stage: ModelStage,
+    layout: ParallelLayout,
+    choice: StageChoice,
+    node_size: int | None,
+) -> tuple[object, ...]:
+    """Of `Known`: equal for model-stages that have the same price."""
+    return (*_kind(problem, stage, layout, choice), problem.calls(stage), node_size)
 
 
 def _stage_memory(problem: PlanProblem, plan: ExecutionPlan, stage: ModelStage) -> StageMemory:
@@ -185,15 +256,29 @@ def _resident_and_working(memory: StageMemory, parked: bool) -> tuple[float, flo
     return (0.0, working + held) if parked else (held, working)
 
 
+_Layers = dict[tuple[object, ...], LayerPasses | None]
+"""What model-stages of a plan share that differ in their heads alone."""
+
+
 def _stage_price(
-    problem: PlanProblem, plan: ExecutionPlan, stage: ModelStage, node_size: int | None
+    problem: PlanProblem,
+    plan: ExecutionPlan,
+    stage: ModelStage,
+    node_size: int | None,
+    layers: _Layers,
 ) -> StagePrice:
-    by_class = stage_class_seconds(problem, plan, stage, node_size)
-    memory, is_parked = _stage_memory(problem, plan, stage), plan.choices[stage].parked
+    choice = plan.choices[stage]
     candidates = candidates_of(problem.workload, [stage], plan)
+    here = _in_nodes(problem, node_size)
+    model, layout = problem.models[stage.role], plan.plan[stage].layout
+    key = stage.stage, id(model), layout, choice, node_size
+    if key not in layers:
+        layers[key] = layer_passes(here, stage, candidates)
+    by_class = _class_seconds(here, stage, candidates, layers[key])
+    memory = with_edges(problem, stage, stage_memory(problem, stage, candidates))
     edge_s = float(weight_edge_s(problem, stage, candidates)[0])
-    parked_s = float(park_s(problem, stage, memory.held_bytes)[0]) if is_parked else 0.0
-    resident, working = _resident_and_working(memory, is_parked)
+    parked_s = float(park_s(problem, stage, memory.held_bytes)[0]) if choice.parked else 0.0
+    resident, working = _resident_and_working(memory, choice.parked)
     return StagePrice(
         seconds=sum(by_class.values()) + edge_s + parked_s,
         seconds_by_class=by_class,
