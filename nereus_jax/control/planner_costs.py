@@ -28,6 +28,7 @@ from nereus_jax.planning.plan_price import (
 )
 from nereus_jax.planning.search_plans import PlannedStep, PlanSearch, find_plans
 from nereus_jax.planning.search_problem import PlanProblem
+from nereus_jax.planning.transition_changes import TransitionTables
 from nereus_jax.planning.transition_graph import plan_transition
 from nereus_jax.planning.transition_inputs import StageState, TransitionBudget, decoder_states
 from nereus_jax.planning.workload import Workload
@@ -216,6 +217,7 @@ class PlannerCosts:
             budget=self.budget,
             nodes=self._nodes(source, target),
             lost=lost,
+            tables=self._tables,
         )
 
     def _node(self, device: DeviceId) -> int:
@@ -266,6 +268,10 @@ class PlannerCosts:
             if self._state_bytes[s.model_stage] and s.model_stage in current.plan
         ]
         return _at(step, assign(pool.devices, self._node, blocks, held))
+
+    @functools.cached_property
+    def _tables(self) -> TransitionTables:
+        return TransitionTables()
 
     @functools.cached_property
     def _states(self) -> dict[ModelStage, StageState]:

@@ -17,21 +17,19 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from nereus_jax.core.devices import DeviceId
-from nereus_jax.core.emu_spec import EmuSpec
 from nereus_jax.core.errors import InfeasiblePlanError
 from nereus_jax.core.hardware import Hardware
-from nereus_jax.core.layout import ParallelLayout
 from nereus_jax.core.plan import Plan
 from nereus_jax.core.roles import ModelStage, Stage
 from nereus_jax.core.transition import TransitionGraph
+from nereus_jax.planning.transition_changes import Changes, TransitionTables
 from nereus_jax.planning.transition_draft import Ground
 from nereus_jax.planning.transition_inputs import StageState, TransitionBudget
 from nereus_jax.planning.transition_ladder import Ladder, escalate
 from nereus_jax.planning.transition_operations import make_graph
 from nereus_jax.planning.transition_problem import make_problem
 from nereus_jax.planning.transition_schedule import make_schedule
-from nereus_jax.planning.transition_ways import Change, Side
-from nereus_jax.planning.unit_cuts import Ints, LeafClass, held_bytes, leaf_classes
+from nereus_jax.planning.unit_cuts import Ints
 
 STAGE_ORDER = (Stage.GENERATE, Stage.SCORE, Stage.TRAIN)
 UNBOUNDED_BYTES = 1 << 60
@@ -47,6 +45,7 @@ def plan_transition(
     budget: TransitionBudget | None = None,
     nodes: Mapping[DeviceId, int] | None = None,
     lost: Iterable[DeviceId] = (),
+    tables: TransitionTables | None = None,
 ) -> TransitionGraph:
     """The operations that lead from one plan to another, in order, with times and memory.
 
@@ -58,6 +57,7 @@ def plan_transition(
       budget: memory and seconds beside them.
       nodes: the node of each device, where links are fast; default: its host.
       lost: devices that are gone; the target must not use them.
+      tables: what transitions of the same job have in common; added to.
 
     Raises:
       InfeasiblePlanError: memory cannot be reached in any way, state is lost for good, or the plans
@@ -79,17 +79,10 @@ def plan_transition(
     )
     order = [s for s in states if s in source or s in target]
     order.sort(key=lambda s: (STAGE_ORDER.index(s.stage), s.role))
-    changes = _Changes(states=states, source=source, target=target, pool=pool, ground=ground)
-    ladders = [
-        Ladder(
-            s,
-            changes.of(s),
-            states[s],
-            wanted=s in target,
-            refreshed=states[s].refreshed_by in target.placements,
-        )
-        for s in order
-    ]
+    changes = Changes(
+        states=states, plans=(source, target), rows=pool.rows, ground=ground, tables=tables
+    )
+    ladders = [changes.ladder(s) for s in order]
     _check_target(ladders, ground)
     while True:
         drafts = [ladder.draft for ladder in ladders]
@@ -139,80 +132,6 @@ class _Pool:
             node=numbered.astype(np.int64),
             node_names=tuple(names.tolist()),
         )
-
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class _Changes:
-    """Makes the `Change` of each model-stage; equal specs are looked at once."""
-
-    states: Mapping[ModelStage, StageState]
-    source: Plan
-    target: Plan
-    pool: _Pool
-    ground: Ground
-    known: dict[tuple[object, ...], tuple[LeafClass, ...]] = dataclasses.field(
-        default_factory=dict[tuple[object, ...], tuple[LeafClass, ...]]
-    )
-
-    def of(self, model_stage: ModelStage) -> Change:
-        """What becomes of the units of a model-stage."""
-        state = self.states[model_stage]
-        plans = self.source, self.target
-        layouts = [p[model_stage].layout if model_stage in p else None for p in plans]
-        present = [x for x in layouts if x is not None]
-        split = [
-            zero1 and layout is not None and layout.dp > 1 and state.optimizer is not None
-            for zero1, layout in zip(state.zero1_ends, layouts, strict=True)
-        ]
-        grouped = any(split)
-        meshes = [
-            ParallelLayout(x.dp if grouped else 1, x.pp, x.tp).mesh_shape(state.num_kv_heads)
-            for x in (layouts[0] or present[0], layouts[1] or present[-1])
-        ]
-        classes = self._classes(state, meshes, grouped)
-        sides: list[Side] = []
-        for end, plan in enumerate(plans):
-            layout = layouts[end] or present[0]
-            rows = np.zeros((0, layout.pp * layout.tp), np.int64)
-            if model_stage in plan:
-                rows = self.pool.rows[end][model_stage]
-            held = 0 if self._shares(model_stage, plan) else held_bytes(classes, meshes[end], end)
-            side = Side(rows=rows, tp=layout.tp, pp=layout.pp, mesh=meshes[end], device_bytes=held)
-            sides.append(side)
-        return Change.of(
-            self.ground,
-            classes,
-            state.num_kv_heads,
-            sides[0],
-            sides[1],
-            grouped=grouped,
-            parted=split[0],
-        )
-
-    def _classes(
-        self, state: StageState, meshes: Sequence[tuple[int, ...]], grouped: bool
-    ) -> tuple[LeafClass, ...]:
-        ends: list[list[EmuSpec]] = []
-        for mesh, zero1 in zip(meshes, state.zero1_ends, strict=True):
-            specs = [state.parameters]
-            if state.optimizer is not None:
-                optimizer = state.optimizer
-                specs.append(optimizer.with_zero(mesh) if grouped and zero1 else optimizer)
-            ends.append(specs)
-        if grouped:
-            return leaf_classes(*ends)
-        key = id(state.parameters), id(state.optimizer)
-        if key not in self.known:
-            self.known[key] = leaf_classes(*ends)
-        return self.known[key]
-
-    def _shares(self, model_stage: ModelStage, plan: Plan) -> bool:
-        """Whether a plan lets a model-stage use the very arrays of the one that refreshes it."""
-        origin = self.states[model_stage].refreshed_by
-        if origin is None or model_stage not in plan or origin not in plan:
-            return False
-        mine, its = self.states[model_stage].parameters, self.states[origin].parameters
-        return plan[model_stage] == plan[origin] and (mine is its or mine == its)
 
 
 def _capacity(

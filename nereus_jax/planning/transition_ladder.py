@@ -1,5 +1,6 @@
 """Which way a model-stage takes, and which one next if memory blocks that."""
 
+import copy
 from collections.abc import Callable, Sequence
 
 from nereus_jax.core.errors import InfeasiblePlanError
@@ -58,6 +59,13 @@ class Ladder:
         self._made.sort(key=lambda d: d.price.seconds)
         self._made_before = {d.way: d.price for d in (*first, *self._made)}
         self._obstacle = ""
+
+    def copy(self) -> "Ladder":
+        """One that goes its own way from here on; drafts that were made are shared."""
+        other = copy.copy(self)
+        other._later, other._made = list(self._later), list(self._made)
+        other._made_before = dict(self._made_before)
+        return other
 
     @property
     def draft(self) -> Draft:
