@@ -138,6 +138,24 @@ def test_the_price_is_that_of_the_planner():
         assert COSTS.stage_seconds(PLAN, stage, WORK, KNOWN) == own.seconds_by_class
 
 
+def test_a_candidate_has_the_price_of_its_plan_to_the_last_bit():
+    """Whether a search has priced it already, or not: not GENERATE, and no torn groups."""
+    small = dataclasses.replace(PROBLEM.hardware, memory_bytes=PROBLEM.hardware.memory_bytes // 2)
+    scarce = PlannerCosts(problem=dataclasses.replace(PROBLEM, hardware=small))
+    parked = 0
+    for costs, pool in (
+        (COSTS, POOL),
+        (COSTS, POOL.without([DeviceId(0, 1), DeviceId(1, 2), DeviceId(1, 7)])),
+        (scarce, POOL),
+    ):
+        plans = costs.candidates(WORK, pool, KNOWN, current=PLAN, count=2).plans
+        assert plans
+        for c in plans:
+            assert costs.price(c.plan, WORK, pool, KNOWN) == c.price
+            parked += any(choice.parked for choice in c.plan.choices.values())
+    assert parked
+
+
 def test_beliefs_count():
     slow = KNOWN.efficiencies.replace({OperationClass.GEMM: 0.1})
     doubled = Beliefs(efficiencies=slow, corrections=dict.fromkeys(Stage, 2.0))
