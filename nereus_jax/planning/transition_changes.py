@@ -41,8 +41,8 @@ class TransitionTables:
     classes: dict[tuple[object, ...], tuple[Specs, tuple[LeafClass, ...]]] = dataclasses.field(
         default_factory=dict[tuple[object, ...], tuple[Specs, tuple[LeafClass, ...]]]
     )
-    ladders: dict[tuple[object, ...], Ladder] = dataclasses.field(
-        default_factory=dict[tuple[object, ...], Ladder]
+    ladders: dict[tuple[object, ...], tuple[Specs, Ladder]] = dataclasses.field(
+        default_factory=dict[tuple[object, ...], tuple[Specs, Ladder]]
     )
     ground: Ground | None = None
 
@@ -106,8 +106,7 @@ class Changes:
                 ends += plan[model_stage].layout, rows[model_stage].tobytes()
             else:
                 ends.append(None)
-        specs = state.parameters, state.optimizer
-        # All of the state is in the key, its specs by identity: the ladder keeps them.
+        specs: Specs = state.parameters, state.optimizer
         given = (
             state.num_kv_heads,
             state.zero1_ends,
@@ -117,14 +116,10 @@ class Changes:
         )
         key = (model_stage, *map(id, specs), given, *ends)
         if key not in self._tables.ladders:
-            self._tables.ladders[key] = Ladder(
-                model_stage,
-                self._change(model_stage, state, shares),
-                state,
-                wanted=present[1],
-                refreshed=refreshed,
-            )
-        return self._tables.ladders[key].copy()
+            change = self._change(model_stage, state, shares)
+            ladder = Ladder(model_stage, change, state, wanted=present[1], refreshed=refreshed)
+            self._tables.ladders[key] = specs, ladder
+        return self._tables.ladders[key][1].copy()
 
     def _change(self, model_stage: ModelStage, state: StageState, shares: Sequence[bool]) -> Change:
         """What becomes of the units of a model-stage."""
