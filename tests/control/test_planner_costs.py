@@ -145,10 +145,11 @@ def test_a_candidate_has_the_price_of_its_plan_to_the_last_bit():
     parked = 0
     for costs, pool in (
         (COSTS, POOL),
+        (COSTS, DevicePool.uniform(1, 3)),
         (COSTS, POOL.without([DeviceId(0, 1), DeviceId(1, 2), DeviceId(1, 7)])),
         (scarce, POOL),
     ):
-        plans = costs.candidates(WORK, pool, KNOWN, current=PLAN, count=2).plans
+        plans = costs.candidates(WORK, pool, KNOWN, current=PLAN, count=6).plans
         assert plans
         for c in plans:
             assert costs.price(c.plan, WORK, pool, KNOWN) == c.price

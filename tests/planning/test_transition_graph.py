@@ -465,6 +465,15 @@ def test_two_that_change_places_meet_in_host_memory() -> None:
     assert any("blocked" in c.reason for c in graph.choices.values())
     check_graph(graph, source, target)
     assert replay(graph).violation is None
+    # Where the other goes there is room: with the same tables no way is left from before.
+    tables = TransitionTables()
+    for end in (target, only(ACTOR_TRAIN, other), only(CRITIC_TRAIN, one), target):
+        first, again = (
+            plan_transition(STATES, source, end, hardware=HARDWARE, budget=budget, tables=t)
+            for t in (None, tables)
+        )
+        assert first == again
+        assert (Way.PARKED in {c.way for c in first.choices.values()}) == (end == target)
     strict = dataclasses.replace(budget, ways=frozenset({Way.COMPOSED, Way.DIRECT, Way.LEAN}))
     with pytest.raises(
         InfeasiblePlanError,
