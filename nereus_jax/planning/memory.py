@@ -15,11 +15,11 @@ import numpy as np
 
 from nereus_jax.core.architectures import DecoderConfig, Head
 from nereus_jax.core.roles import ModelStage, Role, Stage
-from nereus_jax.planning.candidates import Candidates
+from nereus_jax.planning.candidates import Bools, Candidates
 from nereus_jax.planning.memory_coefficients import COEFFICIENTS, Coefficients
 from nereus_jax.planning.memory_decode import decode_bytes
 from nereus_jax.planning.memory_state import Floats, state_bytes
-from nereus_jax.planning.memory_terms import EngineOptions, Terms
+from nereus_jax.planning.memory_terms import EngineOptions, HeadTerms, Terms
 from nereus_jax.planning.transfers import MAX_INFLIGHT_BYTES
 from nereus_jax.planning.workload import Workload
 
@@ -80,6 +80,11 @@ class StageMemory:
         more = np.maximum(in_flight - self.working_bytes, 0.0)
         return dataclasses.replace(self, buffers=self.buffers + more)
 
+    def take(self, mask: Bools) -> "StageMemory":
+        """Of the candidates where a mask [C] is set."""
+        kinds = {f.name: getattr(self, f.name)[mask] for f in dataclasses.fields(self)}
+        return StageMemory(**kinds)
+
     def at(self, index: int) -> dict[str, float]:
         """The bytes of one candidate by kind, without what is not there."""
         kinds = {f.name: float(getattr(self, f.name)[index]) for f in dataclasses.fields(self)}
@@ -105,6 +110,26 @@ class MemoryModel:
         """Of a device, before any model: what the backend and its communicators take."""
         return self.coefficients.reserved_bytes
 
+    def terms(
+        self,
+        model: DecoderConfig,
+        stage: Stage,
+        workload: Workload,
+        candidates: Candidates,
+        *,
+        param_dtype: str = "float32",
+        compute_dtype: str = "bfloat16",
+    ) -> Terms:
+        """What all heads of a model share in the bytes of a stage; arguments as `stage_memory`."""
+        return Terms(
+            model=model,
+            workload=workload,
+            candidates=candidates,
+            param_dtype=param_dtype if stage is Stage.TRAIN else compute_dtype,
+            compute_dtype=compute_dtype,
+            options=self.options,
+        )
+
     def stage_memory(
         self,
         model: DecoderConfig,
@@ -127,31 +152,34 @@ class MemoryModel:
           param_dtype: of the master weights and moments of TRAIN.
           compute_dtype: of activations, and of the weights of GENERATE and SCORE.
         """
-        train = model_stage.stage is Stage.TRAIN
-        dtype = param_dtype if train else compute_dtype
-        terms = Terms(
-            model=model,
-            head=head,
-            workload=workload,
-            candidates=candidates,
-            param_dtype=dtype,
-            compute_dtype=compute_dtype,
-            options=self.options,
-        )
-        state = state_bytes(
-            terms.spec,
-            dtype,
+        terms = self.terms(
+            model,
+            model_stage.stage,
+            workload,
             candidates,
-            model.num_kv_heads,
+            param_dtype=param_dtype,
+            compute_dtype=compute_dtype,
+        )
+        return self.head_memory(terms, head, model_stage)
+
+    def head_memory(self, terms: Terms, head: Head, model_stage: ModelStage) -> StageMemory:
+        """The bytes of a model-stage, of whose model the terms are."""
+        own = HeadTerms(terms=terms, head=head)
+        candidates, train = terms.candidates, model_stage.stage is Stage.TRAIN
+        state = state_bytes(
+            own.spec,
+            terms.param_dtype,
+            candidates,
+            terms.shards,
             train=train,
-            elements=terms.elements.all,
+            elements=own.elements,
         )
         if train:
-            parts = _train_bytes(terms, self.coefficients)
+            parts = _train_bytes(own, self.coefficients)
         elif model_stage.stage is Stage.SCORE:
-            parts = _score_bytes(terms, self.coefficients, model_stage.role)
+            parts = _score_bytes(own, self.coefficients, model_stage.role)
         else:
-            parts = decode_bytes(terms, self.coefficients)
+            parts = decode_bytes(own, self.coefficients)
         nothing = np.zeros(len(candidates))
         factor = self.corrections.get(model_stage.stage, 1.0)
         kinds = {
@@ -186,22 +214,22 @@ class MemoryModel:
         return dataclasses.replace(self, corrections={**self.corrections, stage: old * factor})
 
 
-def _train_bytes(terms: Terms, coefficients: Coefficients) -> dict[str, Floats]:
-    c, candidates = coefficients.train, terms.candidates
+def _train_bytes(own: HeadTerms, coefficients: Coefficients) -> dict[str, Floats]:
+    c, terms, candidates = coefficients.train, own.terms, own.terms.candidates
     more = np.where(candidates.accumulation > 1, c.accumulated, 0.0)
     more = more + np.where(terms.piped, c.piped, 0.0)
-    layers, rest = terms.layers_bytes, terms.param_bytes - terms.layers_bytes
+    layers, rest = terms.layers_bytes, own.param_bytes - terms.layers_bytes
     if terms.options.unrolled_train:
-        more = more + 2.0 * layers / terms.param_bytes
-    gradients = c.gradients * layers + c.vocab_gradients * rest + more * terms.param_bytes
+        more = more + 2.0 * layers / own.param_bytes
+    gradients = c.gradients * layers + c.vocab_gradients * rest + more * own.param_bytes
     recomputed = np.where(candidates.remat, c.recomputed * terms.kept_by_layer, 0.0)
     layer = recomputed + c.scores * terms.scores + c.streams * terms.stream
     layer = layer + c.layer_weights * terms.layer_weight_bytes
-    logits = c.logits * terms.logits + c.head_weight * terms.head_weight
+    logits = c.logits * own.logits + c.head_weight * own.head_weight
     kept = terms.kept + np.where(terms.piped, c.running * terms.kept_in_a_tick, 0.0)
     kept = kept + c.ticks * terms.tick_stream + c.flush * terms.flush_stream
     return {
-        "inputs": terms.input_bytes(PLACED_ARRAYS),
+        "inputs": own.input_bytes(PLACED_ARRAYS),
         "gradients": gradients,
         # The head's backward pass comes before that of the layers: the larger of the two counts.
         "activations": kept + np.where(layer >= logits, layer, 0.0),
@@ -209,8 +237,8 @@ def _train_bytes(terms: Terms, coefficients: Coefficients) -> dict[str, Floats]:
     }
 
 
-def _score_bytes(terms: Terms, coefficients: Coefficients, role: Role) -> dict[str, Floats]:
-    c = coefficients.score
+def _score_bytes(own: HeadTerms, coefficients: Coefficients, role: Role) -> dict[str, Floats]:
+    c, terms = coefficients.score, own.terms
     blocks = c.blocks * terms.queries if terms.in_blocks else 0.0
     attention = c.scores * terms.scores + c.many_scores * terms.many_scores + blocks
     mlp = c.mlp * terms.mlp + c.mlp_streams * terms.stream
@@ -218,12 +246,12 @@ def _score_bytes(terms: Terms, coefficients: Coefficients, role: Role) -> dict[s
     layer = layer + c.layer_weights * terms.layer_weight_bytes
     hidden = np.where(terms.piped, c.piped_hidden, c.hidden) * terms.stream
     hidden = hidden * terms.candidates.microbatches
-    copies = c.logits + np.where(terms.chunked, 0.0, c.whole_logits)
-    logits = hidden + copies * terms.logits + c.head_weight * terms.head_weight
+    copies = c.logits + np.where(own.chunked, 0.0, c.whole_logits)
+    logits = hidden + copies * own.logits + c.head_weight * own.head_weight
     scalar = role in (Role.CRITIC, Role.REWARD)
     return {
-        "inputs": terms.input_bytes(0),
-        "results": terms.output_bytes(1 if scalar else 2),
+        "inputs": own.input_bytes(0),
+        "results": own.output_bytes(1 if scalar else 2),
         "activations": c.flush * terms.flush_stream + np.where(layer >= logits, layer, 0.0),
         "logits": np.where(layer >= logits, 0.0, logits),
     }

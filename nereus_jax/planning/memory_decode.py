@@ -12,6 +12,7 @@ from nereus_jax.planning.memory_terms import (
     FLOAT_BYTES,
     MANY_SOFTMAXES,
     QUERY_BLOCK,
+    HeadTerms,
     Terms,
 )
 
@@ -25,9 +26,10 @@ ROW_RESULT_BYTES = 5
 """Of a row beside its tokens: length, and whether it ended."""
 
 
-def decode_bytes(terms: Terms, coefficients: Coefficients) -> dict[str, Floats]:
+def decode_bytes(own: HeadTerms, coefficients: Coefficients) -> dict[str, Floats]:
     """Bytes by kind, [C] each."""
-    c, candidates, model = coefficients.generate, terms.candidates, terms.model
+    c, terms = coefficients.generate, own.terms
+    candidates, model = terms.candidates, terms.model
     slots, item, options = candidates.microbatch_size, terms.item, terms.options
     # Keys and values of one position in one layer.
     position = 2 * (model.num_kv_heads // terms.degrees[KV]) * model.head_dim * item
@@ -39,7 +41,7 @@ def decode_bytes(terms: Terms, coefficients: Coefficients) -> dict[str, Floats]:
     group = -(-slots // candidates.pp)
     read = np.where(paged, pages * page, terms.span)
     step = c.cache_read * group * read * position
-    step = step + c.logits * group * terms.vocab_rows * FLOAT_BYTES
+    step = step + c.logits * group * own.vocab_rows * FLOAT_BYTES
     work = np.maximum(_prefill_bytes(terms, coefficients, position), step)
     work = work + np.where(paged, slots * pages * TABLE_BYTES, 0)
     rows = np.maximum(-(-terms.workload.rows // candidates.dp), slots)

@@ -9,7 +9,7 @@ takes as arguments beside the state. These are exact.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,8 @@ from nereus_jax.planning.candidates import Candidates, Ints
 Floats = NDArray[np.float64]
 Degrees = Mapping[str, Ints]
 """Mesh axis -> its size [C]."""
+_Cut = tuple[tuple[int, ...], tuple[str | None, ...]]
+"""Shape and logical axes of a leaf: what says how it is cut."""
 
 MOMENTS = 2
 """Arrays like the parameters that Adam keeps."""
@@ -35,73 +37,76 @@ def mesh_degrees(candidates: Candidates, num_kv_heads: int) -> Degrees:
     return {DP: candidates.dp, PP: candidates.pp, KV: kv, KVR: candidates.tp // kv}
 
 
-class _Shards:
-    """How dims are cut on some layouts; what several dims are split over is multiplied once."""
+class Shards:
+    """What a device holds of models on the layouts of some candidates.
+
+    Leaves that are cut alike are cut once, those that several models have too; all their specs have
+    the same rules. Shapes: L layouts, far fewer than candidates.
+    """
 
     def __init__(self, degrees: Degrees) -> None:
-        self._degrees = degrees
+        self._degrees, self._layout = _distinct(degrees)
         self._cuts: dict[tuple[str, ...], Ints | int] = {(): 1}
+        self._dims: dict[_Cut, list[Ints | int]] = {}
+        self._zero: dict[_Cut, Ints] = {}
 
-    def dims(self, leaf: LeafSpec, spec: EmuSpec) -> list[Ints | int]:
-        """Extent of every dim of a device's shard: [C], or a number where it is not cut."""
-        axes = leaf.dim_axes(spec.rules)
-        return [-(-dim // self._cut(own)) for dim, own in zip(leaf.shape, axes, strict=True)]
+    def elements(self, spec: EmuSpec, prefix: str = "") -> Ints:
+        """[C] what a device holds of a model, or of its leaves whose names begin with a prefix."""
+        total = np.zeros_like(self._degrees[DP])
+        for leaf, count in _alike(spec):
+            if leaf.name.startswith(prefix):
+                total = total + math.prod(self._shard(leaf, spec)) * count
+        return total[self._layout]
+
+    def zero_elements(self, spec: EmuSpec) -> Ints:
+        """[C] the same of all leaves, each also split over dp, where a dim of the shard divides."""
+        total = np.zeros_like(self._degrees[DP])
+        for leaf, count in _alike(spec):
+            key = leaf.shape, leaf.logical_axes
+            if key not in self._zero:
+                self._zero[key] = self._split(self._shard(leaf, spec))
+            total = total + count * self._zero[key]
+        return total[self._layout]
+
+    def _shard(self, leaf: LeafSpec, spec: EmuSpec) -> list[Ints | int]:
+        """Extent of every dim of a device's shard: [L], or a number where it is not cut."""
+        key = leaf.shape, leaf.logical_axes
+        if key not in self._dims:
+            axes = zip(leaf.shape, leaf.dim_axes(spec.rules), strict=True)
+            self._dims[key] = [-(-dim // self._cut(own)) for dim, own in axes]
+        return self._dims[key]
 
     def _cut(self, axes: tuple[str, ...]) -> Ints | int:
+        """Parts of a dim that is split over these axes."""
         if axes not in self._cuts:
             self._cuts[axes] = self._cut(axes[:-1]) * self._degrees[axes[-1]]
         return self._cuts[axes]
 
+    def _split(self, dims: list[Ints | int]) -> Ints:
+        """[L] elements of a shard of these dims, split over dp where it divides one of them."""
+        dp = self._degrees[DP]
+        divides = np.zeros_like(dp, np.bool_)
+        for dim in dims:
+            divides |= dim % dp == 0
+        return math.prod(dims) // np.where(divides, dp, 1)
 
-def _alike(spec: EmuSpec) -> dict[tuple[object, ...], list[LeafSpec]]:
-    """Leaves that are cut alike, those of the layers and others apart."""
+
+def _alike(spec: EmuSpec) -> list[tuple[LeafSpec, int]]:
+    """One of the leaves that are cut alike, those of the layers and others apart, and how many."""
     groups: dict[tuple[object, ...], list[LeafSpec]] = {}
     for leaf in spec:
         key = leaf.name.startswith(LAYER_PREFIX), leaf.shape, leaf.logical_axes
         groups.setdefault(key, []).append(leaf)
-    return groups
+    return [(leaves[0], len(leaves)) for leaves in groups.values()]
 
 
-class ShardElements(NamedTuple):
-    """[C] elements that a device holds: of all leaves, and of those of the layers."""
-
-    all: Ints
-    layers: Ints
-
-
-def shard_elements(spec: EmuSpec, degrees: Degrees) -> ShardElements:
-    """What a device holds of a model."""
-    some, which = _distinct(degrees, (PP, KV, KVR))
-    shards, layers, rest = _Shards(some), np.zeros_like(some[PP]), np.zeros_like(some[PP])
-    for (in_layers, *_), leaves in _alike(spec).items():
-        elements = math.prod(shards.dims(leaves[0], spec)) * len(leaves)
-        if in_layers:
-            layers = layers + elements
-        else:
-            rest = rest + elements
-    return ShardElements((layers + rest)[which], layers[which])
-
-
-def zero_elements(spec: EmuSpec, degrees: Degrees) -> Ints:
-    """[C] the same of all leaves, each also split over dp, where a dim of the shard divides."""
-    some, which = _distinct(degrees, (DP, PP, KV, KVR))
-    shards, total = _Shards(some), np.zeros_like(some[DP])
-    for leaves in _alike(spec).values():
-        dims = shards.dims(leaves[0], spec)
-        divides = np.zeros_like(some[DP], np.bool_)
-        for dim in dims:
-            divides |= dim % some[DP] == 0
-        total = total + len(leaves) * (math.prod(dims) // np.where(divides, some[DP], 1))
-    return total[which]
-
-
-def _distinct(degrees: Degrees, axes: tuple[str, ...]) -> tuple[Degrees, Ints]:
-    """Degrees where these axes change from one candidate to the next, and [C] which of them each
-    has. Candidates of one layout follow each other, so that there are far fewer."""
+def _distinct(degrees: Degrees) -> tuple[Degrees, Ints]:
+    """Degrees where they change from one candidate to the next, and [C] which of them each has.
+    Candidates of one layout follow each other, so that there are far fewer."""
     changes = np.zeros_like(degrees[PP], np.bool_)
     changes[:1] = True
-    for axis in axes:
-        changes[1:] |= degrees[axis][1:] != degrees[axis][:-1]
+    for values in degrees.values():
+        changes[1:] |= values[1:] != values[:-1]
     some = {axis: values[changes] for axis, values in degrees.items()}
     return some, np.cumsum(changes) - 1
 
@@ -128,7 +133,7 @@ def state_bytes(
     spec: EmuSpec,
     dtype: str,
     candidates: Candidates,
-    num_kv_heads: int,
+    shards: Shards,
     *,
     train: bool,
     elements: Ints | None = None,
@@ -139,18 +144,17 @@ def state_bytes(
       spec: leaves of the parameters.
       dtype: of the parameters; moments have the same.
       candidates: layouts.
-      num_kv_heads: of the model.
+      shards: of the candidates' layouts.
       train: there is an optimizer.
       elements: [C] of the parameters on a device, where they are known.
     """
-    degrees = mesh_degrees(candidates, num_kv_heads)
     item = DTYPE_BYTES[dtype]
     if elements is None:
-        elements = shard_elements(spec, degrees).all
+        elements = shards.elements(spec)
     optimizer = np.zeros(len(candidates))
     if train:
         owned = elements
         if candidates.zero1.any():
-            owned = np.where(candidates.zero1, zero_elements(spec, degrees), elements)
+            owned = np.where(candidates.zero1, shards.zero_elements(spec), elements)
         optimizer = floats(MOMENTS * owned * item + COUNTER_BYTES)
     return StateBytes(parameters=floats(elements * item), optimizer=optimizer)

@@ -12,17 +12,16 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from nereus_jax.core.architectures import DecoderConfig, Head
+from nereus_jax.core.architectures import LAYER_PREFIX, DecoderConfig, Head
 from nereus_jax.core.emu_spec import DTYPE_BYTES, EmuSpec
 from nereus_jax.core.layout import KV
 from nereus_jax.planning.candidates import PREFILL_ROWS, Candidates, Ints
 from nereus_jax.planning.memory_state import (
     Degrees,
     Floats,
-    ShardElements,
+    Shards,
     floats,
     mesh_degrees,
-    shard_elements,
 )
 from nereus_jax.planning.workload import Workload
 
@@ -71,11 +70,11 @@ class EngineOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Sizes of what a SCORE or TRAIN program works on.
+    """Sizes of what the programs of a model work on, whatever it ends in: worked out once for all
+    its heads.
 
     Attributes:
       model: sizes of the model.
-      head: what it ends in.
       workload: of a step.
       candidates: layouts and microbatches.
       param_dtype: of the weights that the program is given.
@@ -84,7 +83,6 @@ class Terms:
     """
 
     model: DecoderConfig
-    head: Head
     workload: Workload
     candidates: Candidates
     param_dtype: str
@@ -95,11 +93,6 @@ class Terms:
     def item(self) -> int:
         """Bytes of an activation."""
         return DTYPE_BYTES[self.compute_dtype]
-
-    @functools.cached_property
-    def spec(self) -> EmuSpec:
-        """Leaves of the weights."""
-        return self.model.spec(self.head, self.param_dtype)
 
     @functools.cached_property
     def degrees(self) -> Degrees:
@@ -137,19 +130,15 @@ class Terms:
         return -(-self.model.num_layers // self.candidates.pp)
 
     @functools.cached_property
-    def elements(self) -> ShardElements:
-        """[C] of the weights on a device."""
-        return shard_elements(self.spec, self.degrees)
-
-    @functools.cached_property
-    def param_bytes(self) -> Floats:
-        """[C] of all weights."""
-        return floats(self.elements.all * DTYPE_BYTES[self.param_dtype])
+    def shards(self) -> Shards:
+        """What a device holds of the weights, on the layouts of the candidates."""
+        return Shards(self.degrees)
 
     @functools.cached_property
     def layer_params(self) -> Floats:
         """[C] elements of one layer."""
-        return floats(self.elements.layers / self.layers)
+        spec = self.model.spec(Head.SCALAR, self.param_dtype)  # the layers are those of any head
+        return floats(self.shards.elements(spec, LAYER_PREFIX) / self.layers)
 
     @functools.cached_property
     def layers_bytes(self) -> Floats:
@@ -157,32 +146,9 @@ class Terms:
         return self.layer_params * self.layers * DTYPE_BYTES[self.param_dtype]
 
     @functools.cached_property
-    def vocab_rows(self) -> Ints:
-        """[C] rows of the vocabulary; 0 where no logits are computed."""
-        if self.head is not Head.LM:
-            return np.zeros_like(self.candidates.tp)
-        return -(-self.model.vocab_size // (self.candidates.pp * self.candidates.tp))
-
-    @functools.cached_property
     def chunk(self) -> Ints:
         """[C] tokens whose logits exist at a time."""
         return np.minimum(self.options.token_chunk, self.flush_tokens)
-
-    @functools.cached_property
-    def chunked(self) -> NDArray[np.bool_]:
-        """[C] whether the logits come in several chunks."""
-        return (self.flush_tokens > self.chunk) & (self.vocab_rows > 0)
-
-    @functools.cached_property
-    def logits(self) -> Floats:
-        """[C] bytes of one chunk's logits."""
-        return floats(self.chunk * self.vocab_rows * FLOAT_BYTES)
-
-    @functools.cached_property
-    def head_weight(self) -> Floats:
-        """[C] bytes of the vocabulary projection in float32, where chunks add to its gradient."""
-        size = floats(self.vocab_rows * self.model.embed_dim * FLOAT_BYTES)
-        return np.where(self.chunked, size, 0.0)
 
     @functools.cached_property
     def stream(self) -> Floats:
@@ -282,18 +248,70 @@ class Terms:
         """[C] the same of a flush."""
         return floats(self.kept_in_a_tick * np.where(self.piped, self.ticks, 1))
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadTerms:
+    """What the programs of a model with a head work on beside that, and the head's part in it.
+
+    Attributes:
+      terms: of the model.
+      head: what it ends in.
+    """
+
+    terms: Terms
+    head: Head
+
+    @functools.cached_property
+    def spec(self) -> EmuSpec:
+        """Leaves of the weights."""
+        return self.terms.model.spec(self.head, self.terms.param_dtype)
+
+    @functools.cached_property
+    def elements(self) -> Ints:
+        """[C] of the weights on a device."""
+        return self.terms.shards.elements(self.spec)
+
+    @functools.cached_property
+    def param_bytes(self) -> Floats:
+        """[C] of all weights."""
+        return floats(self.elements * DTYPE_BYTES[self.terms.param_dtype])
+
+    @functools.cached_property
+    def vocab_rows(self) -> Ints:
+        """[C] rows of the vocabulary; 0 where no logits are computed."""
+        if self.head is not Head.LM:
+            return np.zeros_like(self.terms.candidates.tp)
+        candidates = self.terms.candidates
+        return -(-self.terms.model.vocab_size // (candidates.pp * candidates.tp))
+
+    @functools.cached_property
+    def chunked(self) -> NDArray[np.bool_]:
+        """[C] whether the logits come in several chunks."""
+        return (self.terms.flush_tokens > self.terms.chunk) & (self.vocab_rows > 0)
+
+    @functools.cached_property
+    def logits(self) -> Floats:
+        """[C] bytes of one chunk's logits."""
+        return floats(self.terms.chunk * self.vocab_rows * FLOAT_BYTES)
+
+    @functools.cached_property
+    def head_weight(self) -> Floats:
+        """[C] bytes of the vocabulary projection in float32, where chunks add to its gradient."""
+        size = floats(self.vocab_rows * self.terms.model.embed_dim * FLOAT_BYTES)
+        return np.where(self.chunked, size, 0.0)
+
     def input_bytes(self, placed: int) -> Floats:
         """[C] of a program's arguments beside the state; exact.
 
         Args:
           placed: float32 arrays that the objective reads; 0 in SCORE.
         """
-        flushes = self.candidates.accumulation
-        rows = flushes * self.flush_tokens * 4 * (3 + 1 + placed)  # tokens, positions, segments
+        flushes = self.terms.candidates.accumulation
+        rows = flushes * self.terms.flush_tokens * 4 * (3 + 1 + placed)  # tokens, positions, segments
         count = np.where(self.chunked, flushes * 4, 0)
-        microbatches = (flushes > 1) | self.piped | (placed == 0)
+        microbatches = (flushes > 1) | self.terms.piped | (placed == 0)
         return floats(rows + count + np.where(microbatches, 4, 0))
 
     def output_bytes(self, arrays: int) -> Floats:
         """[C] of so many float32 results for each token of SCORE."""
-        return floats(self.candidates.accumulation * self.flush_tokens * 4 * arrays)
+        return floats(self.terms.candidates.accumulation * self.terms.flush_tokens * 4 * arrays)

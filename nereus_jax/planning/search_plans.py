@@ -168,9 +168,9 @@ def find_plans(
         wanted = dataclasses.replace(problem, tp_across_nodes=across)
         if not all(len(stage_candidates(wanted, stage)) for stage in problem.degrees):
             continue
-        pricer = Pricer(wanted)
-        priced = [[pricer.price(stage) for stage in wave] for wave in problem.waves()]
         limit = problem.limit_bytes
+        pricer = Pricer(wanted, limit)
+        priced = [[pricer.price(stage) for stage in wave] for wave in problem.waves()]
         waves = [
             Wave(
                 [stage.options for stage in wave],

@@ -21,6 +21,7 @@ from nereus_jax.planning.cost_step import edge_seconds
 from nereus_jax.planning.cost_terms import ModelSizes, Prices, total_s
 from nereus_jax.planning.frontier import Floats, StageOptions
 from nereus_jax.planning.memory import MemoryModel, StageMemory
+from nereus_jax.planning.memory_terms import Terms
 from nereus_jax.planning.workload import Workload
 
 HEADROOM = 0.10
@@ -143,18 +144,25 @@ def stage_candidates(problem: PlanProblem, stage: ModelStage) -> Candidates:
     return every.take(every.zero1 | (every.dp == 1) if p.zero1 else ~every.zero1)
 
 
-def stage_memory(problem: PlanProblem, stage: ModelStage, candidates: Candidates) -> StageMemory:
-    """The bytes of each candidate of a model-stage."""
-    p, model = problem, problem.models[stage.role]
-    return p.memory.stage_memory(
-        model,
-        p.head(stage),
-        stage,
+def memory_terms(problem: PlanProblem, stage: ModelStage, candidates: Candidates) -> Terms:
+    """What all heads of a model share in the bytes of a stage."""
+    p = problem
+    return p.memory.terms(
+        p.models[stage.role],
+        stage.stage,
         p.workload,
         candidates,
         param_dtype=p.param_dtype,
         compute_dtype=p.compute_dtype,
     )
+
+
+def stage_memory(
+    problem: PlanProblem, stage: ModelStage, candidates: Candidates, terms: Terms | None = None
+) -> StageMemory:
+    """The bytes of each candidate of a model-stage; `terms`: where they are known."""
+    terms = terms or memory_terms(problem, stage, candidates)
+    return problem.memory.head_memory(terms, problem.head(stage), stage)
 
 
 def with_edges(problem: PlanProblem, stage: ModelStage, memory: StageMemory) -> StageMemory:
@@ -223,24 +231,49 @@ def park_s(problem: PlanProblem, stage: ModelStage, held_bytes: Floats) -> Float
     return ways * (host.latency_s + held_bytes / host.bytes_per_s) / reached
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Shared:
+    """What model-stages that do the same with the same layers share, whatever the models end in.
+
+    Attributes:
+      candidates: of all of them.
+      memory: of each head.
+      layers: what their seconds have in common.
+    """
+
+    candidates: Candidates
+    memory: Mapping[Head, StageMemory]
+    layers: LayerPasses | None
+
+
 class Pricer:
     """Prices model-stages; those that do the same with the same model are priced once."""
 
-    def __init__(self, problem: PlanProblem) -> None:
+    def __init__(self, problem: PlanProblem, limit_bytes: float = np.inf) -> None:
+        """Takes the job.
+
+        Args:
+          problem: the job.
+          limit_bytes: of a device. Candidates of TRAIN that do not even fit alone, whatever the
+            model ends in, are left out before their seconds are worked out: that takes longer.
+        """
         self._problem = problem
-        self._priced: dict[tuple[object, ...], tuple[Candidates, StageCost, StageMemory]] = {}
-        self._shared: dict[tuple[object, ...], tuple[Candidates, LayerPasses | None]] = {}
+        self._limit_bytes = limit_bytes
+        self._costs: dict[tuple[object, ...], StageCost] = {}
+        self._shared: dict[tuple[object, ...], _Shared] = {}
 
     def price(self, stage: ModelStage) -> PricedStage:
         """The prices of a model-stage's candidates."""
-        p = self._problem
-        model, head = p.models[stage.role], p.head(stage)
+        p, head = self._problem, self._problem.head(stage)
         # Rewards come from the last token alone, which changes neither seconds nor bytes by much.
-        key = stage.stage, id(model), head, p.degrees.get(stage)
-        if key not in self._priced:
-            self._priced[key] = self._price(stage, model, head)
-        candidates, cost, memory = self._priced[key]
-        memory = with_edges(p, stage, memory)
+        same = self._same(stage)
+        if same not in self._shared:
+            self._shared[same] = self._share(stage)
+        shared = self._shared[same]
+        candidates = shared.candidates
+        if (same, head) not in self._costs:
+            self._costs[same, head] = stage_cost(p, stage, candidates, shared.layers)
+        cost, memory = self._costs[same, head], with_edges(p, stage, shared.memory[head])
         edge_s = weight_edge_s(p, stage, candidates)
         options = StageOptions(
             model_stage=stage,
@@ -252,14 +285,26 @@ class Pricer:
         )
         return PricedStage(options=options, cost=cost, edge_s=edge_s, memory=memory)
 
-    def _price(
-        self, stage: ModelStage, model: DecoderConfig, head: Head
-    ) -> tuple[Candidates, StageCost, StageMemory]:
+    def _same(self, stage: ModelStage) -> tuple[object, ...]:
+        """Equal for model-stages that do the same with the same layers."""
         p = self._problem
-        key = stage.stage, id(model), p.degrees.get(stage)
-        if key not in self._shared:
-            candidates = stage_candidates(p, stage)
-            self._shared[key] = candidates, layer_passes(p, stage, candidates)
-        candidates, layers = self._shared[key]
-        memory = stage_memory(p, stage, candidates)
-        return candidates, stage_cost(p, stage, candidates, layers), memory
+        return stage.stage, id(p.models[stage.role]), p.degrees.get(stage)
+
+    def _share(self, stage: ModelStage) -> _Shared:
+        p = self._problem
+        candidates = stage_candidates(p, stage)
+        terms = memory_terms(p, stage, candidates)
+        stages = [s for s in p.workflow.model_stages if self._same(s) == self._same(stage)]
+        memory = {
+            head: stage_memory(p, other, candidates, terms)
+            for head, other in {p.head(s): s for s in (*stages, stage)}.items()
+        }
+        # Of the other stages nearly all fit, and GENERATE's seconds are interpolated between those
+        # of all of its candidates.
+        if stage.stage is Stage.TRAIN and np.isfinite(self._limit_bytes):
+            needed = [own.held_bytes + own.working_bytes for own in memory.values()]
+            fits = np.minimum.reduce(needed) <= self._limit_bytes
+            candidates = candidates.take(fits)
+            memory = {head: own.take(fits) for head, own in memory.items()}
+        layers = layer_passes(p, stage, candidates)
+        return _Shared(candidates=candidates, memory=memory, layers=layers)

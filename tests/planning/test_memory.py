@@ -69,7 +69,6 @@ def memory(
 def terms(dtype: str = "float32", **changes: int) -> Terms:
     return Terms(
         model=MODEL,
-        head=Head.LM,
         workload=WORKLOAD,
         candidates=candidate(**changes),
         param_dtype="float32",

@@ -9,7 +9,12 @@ from nereus_jax.core.architectures import DecoderConfig, Head
 from nereus_jax.core.layout import ParallelLayout
 from nereus_jax.core.presets import preset
 from nereus_jax.planning.candidates import Candidates
-from nereus_jax.planning.memory_state import COUNTER_BYTES, state_bytes
+from nereus_jax.planning.memory_state import (
+    COUNTER_BYTES,
+    Shards,
+    mesh_degrees,
+    state_bytes,
+)
 
 ODD = DecoderConfig(
     num_layers=5,
@@ -48,7 +53,11 @@ def candidates(layouts: list[ParallelLayout], zero1: bool = False) -> Candidates
 @pytest.mark.parametrize("zero1", [False, True])
 def test_all_layouts_at_once_are_what_emu_spec_says_of_each(head: Head, zero1: bool):
     spec = ODD.spec(head, "float32")
-    state = state_bytes(spec, "float32", candidates(LAYOUTS, zero1), ODD.num_kv_heads, train=True)
+    cut = candidates(LAYOUTS, zero1)
+    shards = Shards(mesh_degrees(cut, ODD.num_kv_heads))
+    other = next(h for h in Head if h is not head)  # what it has in common is not cut again
+    state_bytes(ODD.spec(other, "float32"), "float32", cut, shards, train=True)
+    state = state_bytes(spec, "float32", cut, shards, train=True)
     for i, layout in enumerate(LAYOUTS):
         mesh = layout.mesh_shape(ODD.num_kv_heads)
         moments = spec.with_zero(mesh) if zero1 else spec
@@ -61,11 +70,10 @@ def test_8b_on_one_device_by_hand():
     model = preset("llama3-8b")
     one = candidates([ParallelLayout(1, 1, 1)])
     spec = model.spec(Head.LM, "float32")
-    trained = state_bytes(spec, "float32", one, model.num_kv_heads, train=True)
+    shards = Shards(mesh_degrees(one, model.num_kv_heads))
+    trained = state_bytes(spec, "float32", one, shards, train=True)
     assert trained.parameters[0] == 4 * 8_030_261_248
     assert trained.optimizer[0] == 8 * 8_030_261_248 + 8
-    used = state_bytes(
-        model.spec(Head.LM, "bfloat16"), "bfloat16", one, model.num_kv_heads, train=False
-    )
+    used = state_bytes(model.spec(Head.LM, "bfloat16"), "bfloat16", one, shards, train=False)
     assert used.parameters[0] == 2 * 8_030_261_248
     assert used.optimizer[0] == 0
