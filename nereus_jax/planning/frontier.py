@@ -13,6 +13,7 @@ with infinite ones.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,13 +106,6 @@ class Curves:
             seconds=self.seconds[index], resident=self.resident[index], source=self.source[index]
         )
 
-    def slice(self, start: int, count: int) -> "Curves":
-        """Rows that follow each other."""
-        part = slice(start, start + count)
-        return Curves(
-            seconds=self.seconds[part], resident=self.resident[part], source=self.source[part]
-        )
-
     def first_below(self, resident_bytes: float) -> int | None:
         """The fastest point of the first row with at most so many resident bytes."""
         below = np.flatnonzero(self.resident[0] <= resident_bytes)
@@ -142,18 +136,16 @@ def lower_left(seconds: Floats, resident: Floats, source: Ints) -> Curves:
     lowest = np.minimum.accumulate(resident, axis=1)
     kept = np.isfinite(lowest)
     kept[:, 1:] &= lowest[:, 1:] < lowest[:, :-1]
-    place = np.cumsum(kept, axis=1)
-    shape = len(kept), int(place[:, -1].max(initial=0)) if kept.size else 0
-    row, column = np.nonzero(kept)
-    place = place[row, column] - 1
+    counts = kept.sum(axis=1)
+    place = np.arange(counts.max(initial=0)) < counts[:, None]
     packed = Curves(
-        seconds=np.full(shape, np.inf),
-        resident=np.full(shape, np.inf),
-        source=np.zeros(shape, np.int64),
+        seconds=np.full(place.shape, np.inf),
+        resident=np.full(place.shape, np.inf),
+        source=np.zeros(place.shape, np.int64),
     )
-    packed.seconds[row, place] = seconds[row, column]
-    packed.resident[row, place] = resident[row, column]
-    packed.source[row, place] = source[row, column]
+    packed.seconds[place] = seconds[kept]
+    packed.resident[place] = resident[kept]
+    packed.source[place] = source[kept]
     return packed
 
 
@@ -189,11 +181,11 @@ def frontier(options: StageOptions, widths: list[int], limit_bytes: float) -> Fr
         at multiples of their tp degrees only if their widths are such: see `search_lanes`.
       limit_bytes: of a device.
     """
-    candidates, held, working = options.candidates, options.held_bytes, options.working_bytes
-    index = np.flatnonzero(held + working <= limit_bytes)
-    index = index[_best_of_forms(options, index)]
-    resident, peak, seconds = held[index], working[index], options.seconds[index]
-    parked = np.zeros(len(index), np.bool_)
+    candidates = options.candidates
+    index = np.flatnonzero(options.held_bytes + options.working_bytes <= limit_bytes)
+    index = _best_of_groups(options, index, by_form=len(widths) > 1)
+    resident, peak = options.held_bytes[index], options.working_bytes[index]
+    seconds, parked = options.seconds[index], np.zeros(len(index), np.bool_)
     if options.park_seconds is not None:
         seconds = np.concatenate([seconds, seconds + options.park_seconds[index]])
         peak = np.concatenate([peak, peak + resident])
@@ -202,10 +194,11 @@ def frontier(options: StageOptions, widths: list[int], limit_bytes: float) -> Fr
         index = np.concatenate([index, index])
     order = np.lexsort((peak, seconds, resident))
     seconds, resident, peak = seconds[order], resident[order], peak[order]
-    shifted = _shifted(peak, np.cumsum(np.diff(resident, prepend=resident[:1]) > 0))
-    devices, tp = candidates.devices[index[order]], candidates.tp[index[order]]
-    fits = np.stack([devices <= width for width in widths])
-    fits[:-1] &= np.array(widths[:-1], np.int64)[:, None] % tp == 0
+    index, parked = index[order], parked[order]
+    shifted = _shifted(peak, np.cumsum(_starts(resident)))
+    lanes = np.array(widths, np.int64)[:, None]
+    fits = candidates.devices[index] <= lanes
+    fits[:-1] &= lanes[:-1] % candidates.tp[index] == 0
     lowest = np.minimum.accumulate(np.where(fits, shifted, np.inf), axis=1)
     needed = np.isfinite(lowest)
     needed[:, 1:] &= lowest[:, 1:] < lowest[:, :-1]
@@ -215,27 +208,39 @@ def frontier(options: StageOptions, widths: list[int], limit_bytes: float) -> Fr
         seconds=seconds[kept],
         resident=resident[kept],
         working=peak[kept],
-        index=index[order][kept],
-        parked=parked[order][kept],
+        index=index[kept],
+        parked=parked[kept],
         fits=needed[:, kept],
     )
 
 
-def _best_of_forms(options: StageOptions, index: Ints) -> Ints:
-    """Which of some candidates have fewer working bytes than all faster ones of their form.
+def _best_of_groups(options: StageOptions, index: Ints, *, by_form: bool) -> Ints:
+    """Those of some candidates that have fewer working bytes than all faster ones of their group.
 
-    A form holds as many bytes, on as many devices: this is what most candidates fail, and it is
-    found before the widths of lanes, and parking, multiply them.
+    A group holds as many bytes: this is what most candidates fail, and it is found before the
+    widths of lanes, and parking, multiply them.
+
+    Args:
+      options: of the model-stage.
+      index: the candidates.
+      by_form: a group is on as many devices, too; else any number of devices fits.
     """
-    forms, held = options.candidates.forms[index], options.held_bytes[index]
-    order = np.argsort(options.seconds[index], kind="stable")
-    order = order[np.argsort(forms[order], kind="stable")]
-    first = np.ones(len(order), np.bool_)
-    first[1:] = np.diff(forms[order]) != 0
-    first[1:] |= np.diff(held[order]) != 0
-    lowest = np.minimum.accumulate(_shifted(options.working_bytes[index[order]], np.cumsum(first)))
+    group = options.candidates.forms[index] if by_form else options.held_bytes[index]
+    order = np.lexsort((options.seconds[index], group))
+    index = index[order]
+    first = _starts(options.held_bytes[index])
+    if by_form:
+        first |= _starts(group[order])
+    lowest = np.minimum.accumulate(_shifted(options.working_bytes[index], np.cumsum(first)))
     first[1:] |= lowest[1:] < lowest[:-1]
-    return order[first]
+    return index[first]
+
+
+def _starts(values: NDArray[Any]) -> Bools:
+    """Which values differ from the one before; the first one does."""
+    starts = np.ones(len(values), np.bool_)
+    starts[1:] = values[1:] != values[:-1]
+    return starts
 
 
 def _shifted(values: Floats, group: Ints) -> Floats:

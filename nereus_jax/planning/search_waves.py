@@ -155,10 +155,10 @@ class WaveCurve:
         """V."""
         return len(self.blocks[0].seconds) // len(self.wave.options)
 
-    def _lane(self, subset: Subset) -> Curves:
-        """[V] curves of model-stages one after the other."""
+    def _lane(self, subset: Subset, row: int) -> tuple[Curves, int]:
+        """The block of model-stages one after the other, and its row for a row of the widths."""
         number = _numbers(len(self.wave.options))[subset]
-        return self.blocks[len(subset) - 1].slice(number * self._widths, self._widths)
+        return self.blocks[len(subset) - 1], number * self._widths + row
 
     @functools.cached_property
     def _table(self) -> tuple[Floats, Floats]:
@@ -203,17 +203,21 @@ class WaveCurve:
         picks: dict[int, Pick] = {}
         for number, (subset, cells) in enumerate(self.wave.layouts[layout]):
             row = min(cells, self._widths) - 1
-            at = self._lane(subset).point_within(row, seconds)
+            curves, at_row = self._lane(subset, row)
+            at = curves.point_within(at_row, seconds)
             for last in range(len(subset), 1, -1):
-                source = int(self._lane(subset[:last]).source[row, at])
-                at, right = divmod(source, self.blocks[0].seconds.shape[1])
+                curves, at_row = self._lane(subset[:last], row)
+                at, right = divmod(
+                    int(curves.source[at_row, at]), self.blocks[0].seconds.shape[1]
+                )
                 picks[subset[last - 1]] = self._pick(subset[last - 1], row, right, number, cells)
             picks[subset[0]] = self._pick(subset[0], row, at, number, cells)
         return tuple(picks[i] for i in range(len(self.wave.options)))
 
     def _pick(self, position: int, row: int, point: int, lane: int, cells: int) -> Pick:
         front = self.wave.frontiers[position]
-        option = int(self._lane((position,)).source[row, point])
+        curves, at_row = self._lane((position,), row)
+        option = int(curves.source[at_row, point])
         return Pick(
             model_stage=self.wave.options[position].model_stage,
             index=int(front.index[option]),
