@@ -66,16 +66,54 @@ class Frontier:
     parked: Bools
     fits: Bools
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Frontiers:
+    """Those of the model-stages of a wave in one table, [S * V, K]: a row for every width of each.
+
+    Attributes:
+      seconds: ascending along a row.
+      resident: bytes; inf where the option does not fit a lane of that width.
+      working: bytes.
+    """
+
+    seconds: Floats
+    resident: Floats
+    working: Floats
+
+    @classmethod
+    def of(cls, frontiers: Sequence[Frontier]) -> "Frontiers":
+        """One after the other, in their order."""
+        widths = len(frontiers[0].fits)
+        shape = len(frontiers), widths, max(len(front.seconds) for front in frontiers)
+        seconds, resident, working = (np.full(shape, np.inf) for _ in range(3))
+        for i, front in enumerate(frontiers):
+            own = slice(len(front.seconds))
+            seconds[i, :, own], working[i, :, own] = front.seconds, front.working
+            resident[i, :, own] = np.where(front.fits, front.resident, np.inf)
+        rows = len(frontiers) * widths, -1
+        return cls(
+            seconds=seconds.reshape(rows),
+            resident=resident.reshape(rows),
+            working=working.reshape(rows),
+        )
+
     def below(self, working_bytes: float, seconds: float) -> "Curves":
         """The options that work in so many bytes and seconds, as curves."""
-        count = int(np.searchsorted(self.seconds, seconds, side="right"))
-        allowed = self.fits[:, :count] & (self.working[:count] <= working_bytes)
-        shape = allowed.shape
+        quick = self.seconds <= seconds
+        part = slice(int(quick.sum(axis=1).max()))
+        allowed = quick[:, part] & (self.working[:, part] <= working_bytes)
         return lower_left(
-            np.broadcast_to(self.seconds[:count], shape),
-            np.where(allowed, self.resident[:count], np.inf),
-            np.broadcast_to(np.arange(count), shape),
+            self.seconds[:, part],
+            np.where(allowed, self.resident[:, part], np.inf),
+            np.broadcast_to(np.arange(allowed.shape[1]), allowed.shape),
         )
+
+    def working_bytes(self, curves: "Curves") -> float:
+        """The most that a point of curves of these options works with."""
+        rows = np.arange(len(curves.source))[:, None]
+        working = np.where(np.isfinite(curves.seconds), self.working[rows, curves.source], 0.0)
+        return float(working.max(initial=0.0))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -110,25 +148,6 @@ class Curves:
         """The fastest point of the first row with at most so many resident bytes."""
         below = np.flatnonzero(self.resident[0] <= resident_bytes)
         return int(below[0]) if len(below) else None
-
-
-def stacked(curves: Sequence[Curves]) -> Curves:
-    """The rows of curves one after the other."""
-    if len(curves) == 1:
-        return curves[0]
-    points = max(c.seconds.shape[1] for c in curves)
-    rows = np.cumsum([0] + [len(c.seconds) for c in curves])
-    shape = int(rows[-1]), points
-    packed = Curves(
-        seconds=np.full(shape, np.inf),
-        resident=np.full(shape, np.inf),
-        source=np.zeros(shape, np.int64),
-    )
-    for c, start in zip(curves, rows[:-1].tolist(), strict=True):
-        place = slice(start, start + len(c.seconds)), slice(c.seconds.shape[1])
-        packed.seconds[place], packed.resident[place] = c.seconds, c.resident
-        packed.source[place] = c.source
-    return packed
 
 
 def lower_left(seconds: Floats, resident: Floats, source: Ints) -> Curves:

@@ -77,7 +77,7 @@ def find_best(waves: Sequence[Wave], limit_bytes: float) -> Found | None:
     """
     if not all(wave.runs for wave in waves):
         return None
-    levels = np.unique(np.concatenate([wave.working_bytes for wave in waves]))
+    levels = np.sort(np.concatenate([wave.working_bytes for wave in waves]))
     best: Found | None = None
     fewest: list[float] = []
     # Levels [low, high], a bound of their plans' seconds, and how many came before: of equal

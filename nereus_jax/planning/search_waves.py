@@ -16,12 +16,11 @@ from nereus_jax.planning.candidates import Ints
 from nereus_jax.planning.frontier import (
     Curves,
     Floats,
-    Frontier,
+    Frontiers,
     StageOptions,
     frontier,
     lower_left,
     one_after_the_other,
-    stacked,
 )
 from nereus_jax.planning.search_lanes import Subset, lane_layouts, make_cells, subsets
 
@@ -73,11 +72,8 @@ class Wave:
         self.cells = make_cells(num_devices, devices_per_node, len(options))
         self.layouts = lane_layouts(len(options), self.cells.count)
         widths = self.cells.widths if len(options) > 1 else [num_devices]
-        made: dict[int, Frontier] = {}
-        for stage in options:
-            if id(stage.seconds) not in made:  # model-stages with the same prices share it
-                made[id(stage.seconds)] = frontier(stage, widths, limit_bytes)
-        self.frontiers = [made[id(stage.seconds)] for stage in options]
+        self.frontiers = [frontier(stage, widths, limit_bytes) for stage in options]
+        self._table = Frontiers.of(self.frontiers)
         self._last: WaveCurve | None = None
 
     @property
@@ -103,11 +99,7 @@ class Wave:
         return self._last
 
     def _curve(self, working_bytes: float, seconds: float) -> "WaveCurve":
-        below = {id(f): f.below(working_bytes, seconds) for f in self.frontiers}
-        needed = [
-            front.working[below[id(front)].source].max(initial=0.0) for front in self.frontiers
-        ]
-        single = stacked([below[id(f)] for f in self.frontiers])
+        single = self._table.below(working_bytes, seconds)
         blocks = [single]
         for size in range(2, len(self.frontiers) + 1):
             firsts, lasts = _grown_from(len(self.frontiers), size)
@@ -120,7 +112,7 @@ class Wave:
         return WaveCurve(
             wave=self,
             blocks=blocks,
-            needed_bytes=max(map(float, needed)),
+            needed_bytes=self._table.working_bytes(single),
             working_bytes=working_bytes,
             seconds=seconds,
         )
