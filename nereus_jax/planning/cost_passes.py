@@ -24,6 +24,7 @@ from nereus_jax.planning.cost_terms import (
     Floats,
     ModelSizes,
     Prices,
+    Ring,
     RowFill,
     Spent,
     Value,
@@ -155,29 +156,29 @@ def packed_cut(filled: Floats, c: Candidates, length: int, train: bool) -> Packe
     limit = np.where(c.accumulation > 1, c.microbatches, np.iinfo(np.int32).max)
     limit = np.where(c.pp > 1, limit if train else SCORE_FLUSH_PER_RANK * c.pp, 1)
     filled = np.clip(filled / length, 1e-6, size * c.microbatches * c.accumulation)
-    # In long rows: tokens, count and flushes of the usual microbatches and of smaller ones, [N, C].
+    # Tokens, in long rows, of the usual microbatches and of smaller ones, [N, C].
     halvings = np.arange(int(size.max(initial=1)).bit_length())
     rows = np.maximum(size >> halvings[:, None], 1)
-    count = np.ceil(filled / rows)
-    run = squares = cost = count * rows
-    flushes = np.ceil(count / limit)
-    if width := short_width(length):
-        part = width / length
-        long = np.maximum(np.floor(filled), 1.0)
-        short = np.ceil(np.maximum(filled - long, 0.0) / part)
+    cost = np.ceil(filled / rows) * rows
+    lowest, width = cost.min(axis=0), short_width(length)
+    part = width / length
+    long = np.maximum(np.floor(filled), 1.0)
+    short = np.ceil(np.maximum(filled - long, 0.0) / part) if width else np.zeros_like(long)
+    mixed = long + short * part
+    if width:
         bubble = np.ceil(short / limit) * (c.pp - 1)
-        mixed = long + short * part
-        run, squares = np.vstack([run, mixed]), np.vstack([squares, long + short * part**2])
-        cost = np.vstack([cost, mixed + bubble * part])
-        count = np.vstack([count, long + short])
-        flushes = np.vstack([flushes, np.ceil(long / limit) + np.ceil(short / limit)])
-    first = np.argmax(cost <= GAIN * cost.min(axis=0), axis=0)
-    own = np.arange(len(c))
+        lowest = np.minimum(lowest, mixed + bubble * part)
+    cheap = cost <= GAIN * lowest
+    first, own = np.argmax(cheap, axis=0), np.arange(len(c))
+    alike, row = cheap[first, own], rows[first, own]
+    count = np.ceil(filled / row)
+    run = count * row
+    mixed_flushes = np.ceil(long / limit) + np.ceil(short / limit)
     return PackedCut(
-        tokens=run[first, own] * length,
-        pairs=squares[first, own] * float(length) ** 2,
-        microbatches=count[first, own],
-        flushes=flushes[first, own],
+        tokens=np.where(alike, run, mixed) * length,
+        pairs=np.where(alike, run, long + short * part**2) * float(length) ** 2,
+        microbatches=np.where(alike, count, long + short),
+        flushes=np.where(alike, np.ceil(count / limit), mixed_flushes),
     )
 
 
@@ -313,6 +314,28 @@ class LayerPasses:
         crosses = c.pp * c.tp > self.prices.hardware.devices_per_node
         return self.prices.send(num_bytes, crosses, np.where(c.pp > 1, ticks, 0))
 
+    @functools.cached_property
+    def vocabulary_sums(self) -> Spent:
+        """What the devices of a replica tell each other in a flush, where all share the vocabulary:
+        embedded tokens, and the hidden states that the head is given."""
+        c, batch = self.candidates, self.batch
+        tokens = batch.microbatches * batch.micro.tokens
+        head_tokens = batch.microbatches * batch.micro.head_tokens
+        width = self.sizes.embed_dim * self.prices.element_bytes
+        passes = 2.0 if self.train else 1.0
+        replica = self.prices.ring(c.pp * c.tp, 1)
+        embedded = replica.collective(tokens * width)
+        picked = self.prices.ring(c.pp, c.tp).collective(head_tokens * width, 2.0 * passes)
+        # In TRAIN the gradients of the hidden states are summed, too.
+        summed = replica.collective(head_tokens * width) if self.train else {}
+        return added(embedded, picked, summed)
+
+    @functools.cached_property
+    def replicas(self) -> Ring:
+        """Of an update, which agree on gradients and parameters."""
+        c = self.candidates
+        return self.prices.ring(c.dp, c.pp * c.tp)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Passes:
@@ -389,19 +412,9 @@ class Passes:
         c = self.candidates
         if not self.execution.vocab_over_pp:
             return {}
-        batch, micro = self._batch, self._batch.micro
-        tokens = batch.microbatches * micro.tokens
-        head_tokens = batch.microbatches * micro.head_tokens
-        width = self.sizes.embed_dim * self.prices.element_bytes
-        parts = c.pp * c.tp
-        passes = 2.0 if self.train else 1.0
-        replica = self.prices.ring(parts, 1)
-        embedded = replica.collective(tokens * width)
-        picked = self.prices.ring(c.pp, c.tp).collective(head_tokens * width, 2.0 * passes)
-        head = head_pass(self.sizes, head_tokens, parts, self.prices, self._head_passes)
-        # In TRAIN the gradients of the hidden states are summed, too.
-        summed = replica.collective(head_tokens * width) if self.train else {}
-        return added(embedded, picked, summed, head)
+        tokens = self._batch.microbatches * self._batch.micro.head_tokens
+        head = head_pass(self.sizes, tokens, c.pp * c.tp, self.prices, self._head_passes)
+        return added(self.layers.vocabulary_sums, head)
 
     def batch(self) -> tuple[Spent, Value]:
         """All flushes of a replica, and how much of their seconds is bubble."""
@@ -439,7 +452,7 @@ class Passes:
         """What an unsharded update sends: (gradients, gathered parameters)."""
         c, execution = self.candidates, self.execution
         elements, stride = self.sizes.params / (c.pp * c.tp), c.pp * c.tp
-        replicas = self.prices.ring(c.dp, stride)
+        replicas = self.layers.replicas
         whole = replicas.collective(elements * execution.grad_bytes)
         # Under ZeRO-1 over all replicas a reduce-scatter will do.
         scatter = c.zero1 & (self._zero_ranks == c.dp) & execution.zero_scatters
@@ -450,11 +463,11 @@ class Passes:
 
     def sharded_sync(self, gathers: Value, scatters: Value) -> Spent:
         """FSDP: so many gathers of the parameters and scatters of the gradients."""
-        c, stride = self.candidates, self.candidates.pp * self.candidates.tp
-        elements = self.sizes.params / stride
+        c = self.candidates
+        elements = self.sizes.params / (c.pp * c.tp)
         gather = elements * self.prices.element_bytes
         scatter = elements * self.execution.grad_bytes
-        replicas = self.prices.ring(c.dp, stride)
+        replicas = self.layers.replicas
         return added(
             scaled(replicas.collective(gather, 1.0), gathers),
             scaled(replicas.collective(scatter, 1.0), scatters),

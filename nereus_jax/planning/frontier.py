@@ -75,11 +75,13 @@ class Frontiers:
       seconds: ascending along a row.
       resident: bytes; inf where the option does not fit a lane of that width.
       working: bytes.
+      number: of the option in its frontier.
     """
 
     seconds: Floats
     resident: Floats
     working: Floats
+    number: Ints
 
     @classmethod
     def of(cls, frontiers: Sequence[Frontier]) -> "Frontiers":
@@ -96,6 +98,7 @@ class Frontiers:
             seconds=seconds.reshape(rows),
             resident=resident.reshape(rows),
             working=working.reshape(rows),
+            number=np.broadcast_to(np.arange(shape[-1]), (rows[0], shape[-1])),
         )
 
     def below(self, working_bytes: float, seconds: float) -> "Curves":
@@ -106,7 +109,7 @@ class Frontiers:
         return lower_left(
             self.seconds[:, part],
             np.where(allowed, self.resident[:, part], np.inf),
-            np.broadcast_to(np.arange(allowed.shape[1]), allowed.shape),
+            self.number[:, part],
         )
 
     def working_bytes(self, curves: "Curves") -> float:

@@ -50,7 +50,7 @@ def test_slots_fill_and_run_empty_as_simulated(rows: int, slots: int) -> None:
     total = plan.full_steps + plan.drain_steps
     assert total[0] == pytest.approx(runs[:, 1].mean(), rel=0.06)
     # Every token is decoded once: the busy slots add up to the rows' lengths.
-    tokens = slots * (plan.full_steps + plan.drain_steps * plan.busy.mean(axis=1))
+    tokens = slots * (plan.full_steps + plan.drain_steps * plan.busy.mean(axis=0))
     assert tokens[0] == pytest.approx(rows * histogram.mean, rel=0.03)
 
 
@@ -60,7 +60,7 @@ def test_with_a_slot_for_each_row_the_survivors_are_those_of_the_histogram() -> 
     assert plan.full_steps[0] == pytest.approx(0.0, abs=2.0)
     assert plan.drain_steps[0] == pytest.approx(100.0, rel=0.02)
     points = (np.arange(POINTS) + 0.5) / POINTS * plan.drain_steps[0]
-    np.testing.assert_allclose(plan.busy[0], np.where(points < 10, 1.0, 0.25), atol=0.05)
+    np.testing.assert_allclose(plan.busy[:, 0], np.where(points < 10, 1.0, 0.25), atol=0.05)
 
 
 def test_the_slowest_of_many_replicas_counts() -> None:
