@@ -188,8 +188,9 @@ class Decoding:
         c, sizes, prices = self.candidates, self.sizes, self.prices
         pp, tp = c.pp, c.tp
         layers, ticks = -(-sizes.num_layers // pp), _summed(times)
-        rows = _summed(times * slots) / ticks / pp
-        cached_rows = _summed(times * slots * context) / ticks / pp
+        computed = times * slots
+        rows = _summed(computed) / ticks / pp
+        cached_rows = _summed(computed * context) / ticks / pp
         parts = pp * tp if self.execution.vocab_over_pp else tp
 
         def mean_over_steps(spend: Callable[[Value, Candidates, Value], Spent]) -> Spent:

@@ -159,7 +159,7 @@ def lower_left(seconds: Floats, resident: Floats, source: Ints) -> Curves:
     kept = np.isfinite(lowest)
     kept[:, 1:] &= lowest[:, 1:] < lowest[:, :-1]
     counts = kept.sum(axis=1)
-    place = np.arange(counts.max(initial=0)) < counts[:, None]
+    place: Bools = np.arange(int(counts.max(initial=0))) < counts[:, None]
     packed = Curves(
         seconds=np.full(place.shape, np.inf),
         resident=np.full(place.shape, np.inf),

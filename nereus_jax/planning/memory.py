@@ -9,12 +9,13 @@ measured peak corrects them further. Everything here is modelled, and nothing is
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from nereus_jax.core.architectures import DecoderConfig, Head
-from nereus_jax.core.roles import ModelStage, Role, Stage
+from nereus_jax.core.roles import ModelStage, Stage
 from nereus_jax.planning.candidates import Bools, Candidates
 from nereus_jax.planning.memory_coefficients import COEFFICIENTS, Coefficients
 from nereus_jax.planning.memory_decode import decode_bytes
@@ -160,28 +161,36 @@ class MemoryModel:
             param_dtype=param_dtype,
             compute_dtype=compute_dtype,
         )
-        return self.head_memory(terms, head, model_stage)
+        return self.head_memories(terms, model_stage.stage, (head,))[head]
 
-    def head_memory(self, terms: Terms, head: Head, model_stage: ModelStage) -> StageMemory:
-        """The bytes of a model-stage, of whose model the terms are."""
-        own = HeadTerms(terms=terms, head=head)
-        candidates, train = terms.candidates, model_stage.stage is Stage.TRAIN
+    def head_memories(
+        self, terms: Terms, stage: Stage, heads: Iterable[Head]
+    ) -> dict[Head, StageMemory]:
+        """The bytes of a stage of a model with each of some heads; `terms`: of the model."""
+        own = {head: HeadTerms(terms=terms, head=head) for head in heads}
+        c = self.coefficients
+        if stage is Stage.TRAIN:
+            layers = _train_layers(terms, c)
+            parts = {head: _train_bytes(x, layers, c) for head, x in own.items()}
+        elif stage is Stage.SCORE:
+            layers = _score_layers(terms, c)
+            parts = {head: _score_bytes(x, layers, c) for head, x in own.items()}
+        else:
+            parts = {head: decode_bytes(x, c) for head, x in own.items()}
+        return {head: self._memory(x, stage, parts[head]) for head, x in own.items()}
+
+    def _memory(self, own: HeadTerms, stage: Stage, parts: Mapping[str, Floats]) -> StageMemory:
+        terms, candidates = own.terms, own.terms.candidates
         state = state_bytes(
             own.spec,
             terms.param_dtype,
             candidates,
             terms.shards,
-            train=train,
+            train=stage is Stage.TRAIN,
             elements=own.elements,
         )
-        if train:
-            parts = _train_bytes(own, self.coefficients)
-        elif model_stage.stage is Stage.SCORE:
-            parts = _score_bytes(own, self.coefficients, model_stage.role)
-        else:
-            parts = decode_bytes(own, self.coefficients)
         nothing = np.zeros(len(candidates))
-        factor = self.corrections.get(model_stage.stage, 1.0)
+        factor = self.corrections.get(stage, 1.0)
         kinds = {
             kind: factor * parts.get(kind, nothing)
             for kind in ("gradients", "activations", "logits", "kv_cache")
@@ -214,31 +223,50 @@ class MemoryModel:
         return dataclasses.replace(self, corrections={**self.corrections, stage: old * factor})
 
 
-def _train_bytes(own: HeadTerms, coefficients: Coefficients) -> dict[str, Floats]:
-    c, terms, candidates = coefficients.train, own.terms, own.terms.candidates
-    more = np.where(candidates.accumulation > 1, c.accumulated, 0.0)
-    more = more + np.where(terms.piped, c.piped, 0.0)
-    layers, rest = terms.layers_bytes, own.param_bytes - terms.layers_bytes
-    if terms.options.unrolled_train:
-        more = more + 2.0 * layers / own.param_bytes
-    gradients = c.gradients * layers + c.vocab_gradients * rest + more * own.param_bytes
-    recomputed = np.where(candidates.remat, c.recomputed * terms.kept_by_layer, 0.0)
+class _LayerBytes(NamedTuple):
+    """What a program works with in the layers, whatever the model ends in, [C] each.
+
+    Attributes:
+      kept: throughout.
+      layer: of one layer, beside that.
+      hidden: of the hidden states, while logits are computed.
+    """
+
+    kept: Floats
+    layer: Floats
+    hidden: Floats | float
+
+
+def _train_layers(terms: Terms, coefficients: Coefficients) -> _LayerBytes:
+    c = coefficients.train
+    recomputed = np.where(terms.candidates.remat, c.recomputed * terms.kept_by_layer, 0.0)
     layer = recomputed + c.scores * terms.scores + c.streams * terms.stream
     layer = layer + c.layer_weights * terms.layer_weight_bytes
-    logits = c.logits * own.logits + c.head_weight * own.head_weight
     kept = terms.kept + np.where(terms.piped, c.running * terms.kept_in_a_tick, 0.0)
     kept = kept + c.ticks * terms.tick_stream + c.flush * terms.flush_stream
+    return _LayerBytes(kept=kept, layer=layer, hidden=0.0)
+
+
+def _train_bytes(
+    own: HeadTerms, layers: _LayerBytes, coefficients: Coefficients
+) -> dict[str, Floats]:
+    c, terms = coefficients.train, own.terms
+    more = np.where(terms.candidates.accumulation > 1, c.accumulated, 0.0)
+    more = more + np.where(terms.piped, c.piped, 0.0)
+    of_layers, rest = terms.layers_bytes, own.param_bytes - terms.layers_bytes
+    if terms.options.unrolled_train:
+        more = more + 2.0 * of_layers / own.param_bytes
+    gradients = c.gradients * of_layers + c.vocab_gradients * rest + more * own.param_bytes
+    logits = c.logits * own.logits + c.head_weight * own.head_weight
     return {
         "inputs": own.input_bytes(PLACED_ARRAYS),
         "gradients": gradients,
-        # The head's backward pass comes before that of the layers: the larger of the two counts.
-        "activations": kept + np.where(layer >= logits, layer, 0.0),
-        "logits": np.where(layer >= logits, 0.0, logits),
+        **_larger(layers, logits),
     }
 
 
-def _score_bytes(own: HeadTerms, coefficients: Coefficients, role: Role) -> dict[str, Floats]:
-    c, terms = coefficients.score, own.terms
+def _score_layers(terms: Terms, coefficients: Coefficients) -> _LayerBytes:
+    c = coefficients.score
     blocks = c.blocks * terms.queries if terms.in_blocks else 0.0
     attention = c.scores * terms.scores + c.many_scores * terms.many_scores + blocks
     mlp = c.mlp * terms.mlp + c.mlp_streams * terms.stream
@@ -246,12 +274,26 @@ def _score_bytes(own: HeadTerms, coefficients: Coefficients, role: Role) -> dict
     layer = layer + c.layer_weights * terms.layer_weight_bytes
     hidden = np.where(terms.piped, c.piped_hidden, c.hidden) * terms.stream
     hidden = hidden * terms.candidates.microbatches
+    return _LayerBytes(kept=c.flush * terms.flush_stream, layer=layer, hidden=hidden)
+
+
+def _score_bytes(
+    own: HeadTerms, layers: _LayerBytes, coefficients: Coefficients
+) -> dict[str, Floats]:
+    c = coefficients.score
     copies = c.logits + np.where(own.chunked, 0.0, c.whole_logits)
-    logits = hidden + copies * own.logits + c.head_weight * own.head_weight
-    scalar = role in (Role.CRITIC, Role.REWARD)
+    logits = layers.hidden + copies * own.logits + c.head_weight * own.head_weight
     return {
         "inputs": own.input_bytes(0),
-        "results": own.output_bytes(1 if scalar else 2),
-        "activations": c.flush * terms.flush_stream + np.where(layer >= logits, layer, 0.0),
-        "logits": np.where(layer >= logits, 0.0, logits),
+        "results": own.output_bytes(2 if own.head is Head.LM else 1),
+        **_larger(layers, logits),
+    }
+
+
+def _larger(layers: _LayerBytes, logits: Floats) -> dict[str, Floats]:
+    """Passes of the head and of the layers do not run at the same time: the larger one counts."""
+    in_layers = layers.layer >= logits
+    return {
+        "activations": layers.kept + np.where(in_layers, layers.layer, 0.0),
+        "logits": np.where(in_layers, 0.0, logits),
     }

@@ -48,14 +48,18 @@ class Shards:
         self._degrees, self._layout = _distinct(degrees)
         self._cuts: dict[tuple[str, ...], Ints | int] = {(): 1}
         self._dims: dict[_Cut, list[Ints | int]] = {}
+        self._elements: dict[_Cut, Ints | int] = {}
         self._zero: dict[_Cut, Ints] = {}
 
     def elements(self, spec: EmuSpec, prefix: str = "") -> Ints:
         """[C] what a device holds of a model, or of its leaves whose names begin with a prefix."""
         total = np.zeros_like(self._degrees[DP])
         for leaf, count in _alike(spec):
+            key = leaf.shape, leaf.logical_axes
+            if key not in self._elements:
+                self._elements[key] = math.prod(self._shard(leaf, spec))
             if leaf.name.startswith(prefix):
-                total = total + math.prod(self._shard(leaf, spec)) * count
+                total = total + count * self._elements[key]
         return total[self._layout]
 
     def zero_elements(self, spec: EmuSpec) -> Ints:

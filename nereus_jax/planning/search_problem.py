@@ -3,7 +3,7 @@
 """What is to be planned, and the prices of its candidates: seconds and bytes."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from nereus_jax.planning.cost_step import edge_seconds
 from nereus_jax.planning.cost_terms import ModelSizes, Prices, total_s
 from nereus_jax.planning.frontier import Floats, StageOptions
 from nereus_jax.planning.memory import MemoryModel, StageMemory
-from nereus_jax.planning.memory_terms import Terms
 from nereus_jax.planning.workload import Workload
 
 HEADROOM = 0.10
@@ -144,10 +143,12 @@ def stage_candidates(problem: PlanProblem, stage: ModelStage) -> Candidates:
     return every.take(every.zero1 | (every.dp == 1) if p.zero1 else ~every.zero1)
 
 
-def memory_terms(problem: PlanProblem, stage: ModelStage, candidates: Candidates) -> Terms:
-    """What all heads of a model share in the bytes of a stage."""
+def head_memories(
+    problem: PlanProblem, stage: ModelStage, candidates: Candidates, heads: Iterable[Head]
+) -> dict[Head, StageMemory]:
+    """The bytes of each candidate of a model-stage, whose model ends in each of some heads."""
     p = problem
-    return p.memory.terms(
+    terms = p.memory.terms(
         p.models[stage.role],
         stage.stage,
         p.workload,
@@ -155,14 +156,13 @@ def memory_terms(problem: PlanProblem, stage: ModelStage, candidates: Candidates
         param_dtype=p.param_dtype,
         compute_dtype=p.compute_dtype,
     )
+    return p.memory.head_memories(terms, stage.stage, heads)
 
 
-def stage_memory(
-    problem: PlanProblem, stage: ModelStage, candidates: Candidates, terms: Terms | None = None
-) -> StageMemory:
-    """The bytes of each candidate of a model-stage; `terms`: where they are known."""
-    terms = terms or memory_terms(problem, stage, candidates)
-    return problem.memory.head_memory(terms, problem.head(stage), stage)
+def stage_memory(problem: PlanProblem, stage: ModelStage, candidates: Candidates) -> StageMemory:
+    """The bytes of each candidate of a model-stage."""
+    head = problem.head(stage)
+    return head_memories(problem, stage, candidates, (head,))[head]
 
 
 def with_edges(problem: PlanProblem, stage: ModelStage, memory: StageMemory) -> StageMemory:
@@ -293,12 +293,10 @@ class Pricer:
     def _share(self, stage: ModelStage) -> _Shared:
         p = self._problem
         candidates = stage_candidates(p, stage)
-        terms = memory_terms(p, stage, candidates)
-        stages = [s for s in p.workflow.model_stages if self._same(s) == self._same(stage)]
-        memory = {
-            head: stage_memory(p, other, candidates, terms)
-            for head, other in {p.head(s): s for s in (*stages, stage)}.items()
-        }
+        same = self._same(stage)
+        alike = [s for s in p.workflow.model_stages if self._same(s) == same]
+        heads = dict.fromkeys(p.head(s) for s in (stage, *alike))
+        memory = head_memories(p, stage, candidates, heads)
         # Of the other stages nearly all fit, and GENERATE's seconds are interpolated between those
         # of all of its candidates.
         if stage.stage is Stage.TRAIN and np.isfinite(self._limit_bytes):

@@ -199,9 +199,7 @@ class WaveCurve:
             at = curves.point_within(at_row, seconds)
             for last in range(len(subset), 1, -1):
                 curves, at_row = self._lane(subset[:last], row)
-                at, right = divmod(
-                    int(curves.source[at_row, at]), self.blocks[0].seconds.shape[1]
-                )
+                at, right = divmod(int(curves.source[at_row, at]), self.blocks[0].seconds.shape[1])
                 picks[subset[last - 1]] = self._pick(subset[last - 1], row, right, number, cells)
             picks[subset[0]] = self._pick(subset[0], row, at, number, cells)
         return tuple(picks[i] for i in range(len(self.wave.options)))
