@@ -27,6 +27,7 @@ from nereus_jax.planning.cost_terms import (
     Spent,
     Value,
     scaled,
+    total_s,
 )
 from nereus_jax.planning.workload import Workload
 
@@ -50,7 +51,7 @@ class StageCost:
     @functools.cached_property
     def total_s(self) -> Floats:
         """[C] seconds of the stage."""
-        return np.sum(list(self.seconds.values()), axis=0)
+        return np.asarray(total_s(self.seconds), np.float64)
 
     def at(self, index: int) -> dict[OperationClass, float]:
         """Seconds of one candidate by class, the largest first."""

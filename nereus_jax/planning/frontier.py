@@ -140,9 +140,8 @@ class Curves:
         """The point with fewest resident bytes in so many seconds; there must be one."""
         return int(np.searchsorted(self.seconds[row], seconds, side="right")) - 1
 
-    def rows(self, numbers: Sequence[int], each: int) -> "Curves":
-        """Some blocks of so many rows each."""
-        index = (np.array(numbers)[:, None] * each + np.arange(each)).ravel()
+    def rows(self, index: Ints) -> "Curves":
+        """Some of the rows."""
         return Curves(
             seconds=self.seconds[index], resident=self.resident[index], source=self.source[index]
         )

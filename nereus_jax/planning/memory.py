@@ -9,6 +9,7 @@ measured peak corrects them further. Everything here is modelled, and nothing is
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -55,7 +56,7 @@ class StageMemory:
     kv_cache: Floats
     buffers: Floats
 
-    @property
+    @functools.cached_property
     def held_bytes(self) -> Floats:
         """[C] what stays between the programs."""
         return self.parameters + self.optimizer
@@ -70,7 +71,7 @@ class StageMemory:
         """[C] what it needs on top."""
         return self.gradients + self.activations + self.logits + self.kv_cache
 
-    @property
+    @functools.cached_property
     def working_bytes(self) -> Floats:
         """[C] what is needed on top of the held bytes while it runs."""
         return self.inputs + self.results + self.temporary_bytes + self.buffers

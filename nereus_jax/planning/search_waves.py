@@ -101,14 +101,11 @@ class Wave:
     def _curve(self, working_bytes: float, seconds: float) -> "WaveCurve":
         single = self._table.below(working_bytes, seconds)
         blocks = [single]
+        widths = len(single.seconds) // len(self.frontiers)
         for size in range(2, len(self.frontiers) + 1):
-            firsts, lasts = _grown_from(len(self.frontiers), size)
-            widths = len(single.seconds) // len(self.frontiers)
-            blocks.append(
-                one_after_the_other(
-                    blocks[-1].rows(firsts, widths), single.rows(lasts, widths), seconds
-                )
-            )
+            firsts, lasts = _grown_from(len(self.frontiers), size, widths)
+            first, last = blocks[-1].rows(firsts), single.rows(lasts)
+            blocks.append(one_after_the_other(first, last, seconds))
         return WaveCurve(
             wave=self,
             blocks=blocks,
@@ -242,11 +239,14 @@ def _numbers(model_stages: int) -> Mapping[Subset, int]:
 
 
 @functools.cache
-def _grown_from(model_stages: int, size: int) -> tuple[list[int], list[int]]:
-    """For every set of a size: the number of the one without its last position, and that."""
+def _grown_from(model_stages: int, size: int, widths: int) -> tuple[Ints, Ints]:
+    """For every set of a size, rows of so many widths each: those of the set without its last
+    position, and those of that."""
     numbers = _numbers(model_stages)
     sets = [subset for subset in subsets(model_stages) if len(subset) == size]
-    return [numbers[s[:-1]] for s in sets], [s[-1] for s in sets]
+    firsts, lasts = [numbers[s[:-1]] for s in sets], [s[-1] for s in sets]
+    rows = np.array([firsts, lasts], np.int64)[:, :, None] * widths + np.arange(widths)
+    return rows[0].ravel(), rows[1].ravel()
 
 
 @functools.cache
