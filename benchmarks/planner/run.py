@@ -21,7 +21,7 @@ from nereus_jax.core.workflow import policy_gradient
 from nereus_jax.planning.hardware import load_hardware
 from nereus_jax.planning.search import find_best
 from nereus_jax.planning.search_plans import find_plans
-from nereus_jax.planning.search_problem import PlanProblem, Pricer
+from nereus_jax.planning.search_problem import PlanProblem, Pricer, stage_candidates
 from nereus_jax.planning.search_waves import Wave
 from nereus_jax.planning.workload import LengthHistogram, Workload
 
@@ -66,10 +66,10 @@ def measure(name: str, devices: int, repeats: int) -> dict[str, Any]:
         whole.append(time.perf_counter() - start_s)
         processor.append(time.process_time() - used_s)
         start_s = time.perf_counter()
-        pricer = Pricer(job)
+        node, limit = job.hardware.devices_per_node, job.limit_bytes
+        pricer = Pricer(job, limit)
         options = [[pricer.price(stage).options for stage in wave] for wave in job.waves()]
         priced_s = time.perf_counter()
-        node, limit = job.hardware.devices_per_node, job.limit_bytes
         find_best([Wave(wave, devices, node, limit) for wave in options], limit)
         parts["price_s"].append(priced_s - start_s)
         parts["search_s"].append(time.perf_counter() - priced_s)
@@ -85,7 +85,9 @@ def measure(name: str, devices: int, repeats: int) -> dict[str, Any]:
         "processor_s_min": min(processor),
         "five_plans_s": time.perf_counter() - start_s,
         **{key: min(values) for key, values in parts.items()},
-        "candidates": sum(len(stage.candidates) for wave in options for stage in wave),
+        "candidates": sum(
+            len(stage_candidates(job, stage)) for wave in job.waves() for stage in wave
+        ),
         "peak_bytes": peak,
         "step_s": found.plans[0].step_s if found.plans else None,
     }

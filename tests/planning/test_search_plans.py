@@ -15,9 +15,11 @@ from nereus_jax.core.roles import ACTOR_TRAIN, Role
 from nereus_jax.core.workflow import policy_gradient
 from nereus_jax.planning.cost_step import step_seconds
 from nereus_jax.planning.hardware import load_hardware
+from nereus_jax.planning.search import find_best
 from nereus_jax.planning.search_plans import PlannedStep, config_overrides, find_plans
-from nereus_jax.planning.search_problem import PlanProblem
+from nereus_jax.planning.search_problem import PlanProblem, Pricer
 from nereus_jax.planning.search_shortage import min_devices
+from nereus_jax.planning.search_waves import Wave
 from nereus_jax.planning.workload import LengthHistogram, Workload
 
 PPO7 = policy_gradient("ppo", reward_model=True, reference=True, recompute_old_logprobs=True)
@@ -242,3 +244,19 @@ def test_a_slow_host_makes_parking_dear():
     slow = Hardware(**{**vars(h100), "host": Link(bytes_per_s=1e6, latency_s=0.0)})
     planned = find_plans(problem(hardware=slow), 1).plans[0]
     assert not any(s.parked for s in planned.stages)
+
+
+def test_what_fits_no_device_is_left_out_before_it_is_priced_and_never_missed():
+    job = problem()
+    limit, node = job.limit_bytes, job.hardware.devices_per_node
+    plans, counts = [], []
+    for pricer in (Pricer(job), Pricer(job, limit)):
+        waves = [[pricer.price(stage).options for stage in wave] for wave in job.waves()]
+        made = [Wave(wave, job.num_devices, node, limit) for wave in waves]
+        plans.append(find_best(made, limit))
+        counts.append(sum(len(options.candidates) for wave in waves for options in wave))
+    every, fitting = plans
+    assert every is not None
+    assert fitting is not None
+    assert (every.seconds, every.peak_bytes) == (fitting.seconds, fitting.peak_bytes)
+    assert counts[1] < counts[0]
