@@ -275,7 +275,7 @@ class EmuSpec:
                 return leaf
         raise KeyError(name)
 
-    @property
+    @functools.cached_property
     def num_elements(self) -> int:
         return sum(leaf.num_elements for leaf in self.leaves)
 

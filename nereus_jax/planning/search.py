@@ -17,11 +17,12 @@ it.
 
 import dataclasses
 import heapq
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
-from nereus_jax.planning.frontier import one_after_the_other
+from nereus_jax.planning.frontier import Curves, one_after_the_other
 from nereus_jax.planning.search_waves import Pick, Wave, WaveCurve
 
 
@@ -80,6 +81,7 @@ def find_best(waves: Sequence[Wave], limit_bytes: float) -> Found | None:
     levels = np.sort(np.concatenate([wave.working_bytes for wave in waves]))
     best: Found | None = None
     fewest: list[float] = []
+    total: _Total | None = None
     # Levels [low, high], a bound of their plans' seconds, and how many came before: of equal
     # bounds the older one first.
     ranges = [(0.0, 0, 0, len(levels) - 1)]
@@ -89,7 +91,8 @@ def find_best(waves: Sequence[Wave], limit_bytes: float) -> Found | None:
         if best is not None and bound >= best.seconds:
             break
         caps = _caps(best, fewest, len(waves))
-        total = _Total([w.curve(float(levels[high]), s) for w, s in zip(waves, caps, strict=True)])
+        curves = [w.curve(float(levels[high]), s) for w, s in zip(waves, caps, strict=True)]
+        total = _Total(curves, total)
         fewest = fewest or total.fewest_seconds
         while low <= high:
             # Of levels from `low` on, no plan has more options than this pass, or more room.
@@ -118,11 +121,18 @@ def _caps(best: Found | None, fewest: Sequence[float], count: int) -> list[float
 class _Total:
     """The waves of a step, added up."""
 
-    def __init__(self, waves: list[WaveCurve]) -> None:
+    def __init__(self, waves: list[WaveCurve], before: "_Total | None") -> None:
+        """Takes the waves; the sums of those that `before` begins with too are taken over."""
         self._waves = waves
-        self._sums = [waves[0].curve]
-        for wave in waves[1:]:
+        self._sums = before.sums_of_first(waves) if before else []
+        self._sums = self._sums or [waves[0].curve]
+        for wave in waves[len(self._sums) :]:
             self._sums.append(one_after_the_other(self._sums[-1], wave.curve))
+
+    def sums_of_first(self, waves: list[WaveCurve]) -> list[Curves]:
+        """The sums of as many first waves as are the same."""
+        same = itertools.takewhile(lambda i: self._waves[i] is waves[i], range(len(waves)))
+        return [self._sums[i] for i in same]
 
     @property
     def fewest_seconds(self) -> list[float]:
