@@ -24,8 +24,9 @@ from nereus_jax.core.errors import ReshardError
 from nereus_jax.core.transfer import TransferSchedule
 from nereus_jax.planning.transfers import MAX_INFLIGHT_BYTES, plan_transfer
 from nereus_jax.runtime.compile_queue import CompileQueue
+from nereus_jax.runtime.parking import is_parked
 from nereus_jax.runtime.tilings import Tiler
-from nereus_jax.runtime.transfers import Path, Transfer, TransferCost, is_parked
+from nereus_jax.runtime.transfers import Path, Transfer, TransferCost
 from nereus_jax.runtime.world import take_stock
 
 __all__ = ["CompileQueue", "EmuSpec", "TransferCost", "TransitionProgram", "reshard"]

@@ -38,7 +38,8 @@ def resolve_plan(config: RunConfig) -> dict[str, PlanEntry]:
     """The layout of every model-stage of the run.
 
     actor-GENERATE, actor-SCORE and reference-SCORE fall back to actor-TRAIN, critic-SCORE to
-    critic-TRAIN, with the devices of that entry. An algorithm without a critic has no critic-*.
+    critic-TRAIN, with the devices of that entry, but are not parked because it is. An algorithm
+    without a critic has no critic-*.
 
     Raises:
       ConfigError: an entry without a fallback is missing.
@@ -49,7 +50,9 @@ def resolve_plan(config: RunConfig) -> dict[str, PlanEntry]:
             continue
         if name.startswith("critic-") and not ALGORITHMS[config.algorithm.name].critic:
             continue
-        entry = config.plan.get(name, config.plan.get(_FALLBACK.get(name, name)))
+        entry = config.plan.get(name)
+        if entry is None and _FALLBACK.get(name) in config.plan:
+            entry = dataclasses.replace(config.plan[_FALLBACK[name]], parked=False)
         if entry is None:
             missing = _FALLBACK.get(name, name)
             raise ConfigError(

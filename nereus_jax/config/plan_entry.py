@@ -1,4 +1,5 @@
-"""Parallel layouts as the configuration writes them: 'dp=2,pp=2,tp=2,devices=0-7'."""
+"""Parallel layouts as the configuration writes them: 'dp=2,pp=2,tp=2,devices=0-7'; with `parked`
+between them the model-stage waits in host memory between its calls."""
 
 import dataclasses
 import difflib
@@ -10,6 +11,7 @@ from nereus_jax.core.errors import ConfigError
 from nereus_jax.core.layout import divisors
 
 _DEGREES = ("dp", "pp", "tp")
+_PARKED = "parked"
 _FORM = "write 'dp=2,pp=2,tp=2' or 'dp=2,pp=1,tp=2,devices=0-3'"
 _MAX_DEVICE_POSITION = 1_000_000
 
@@ -29,6 +31,8 @@ class PlanEntry:
     """Tensor-parallel ranks of a pipeline rank, >= 1."""
     devices: tuple[int, ...] | None = None
     """Ascending positions in the device pool, dp * pp * tp of them; None: the first ones."""
+    parked: bool = False
+    """Whether the model-stage waits in host memory while others run."""
 
     @property
     def num_devices(self) -> int:
@@ -42,7 +46,7 @@ class PlanEntry:
 
     def __str__(self) -> str:
         """The text that `parse_plan_entry` reads back to an equal entry."""
-        text = f"dp={self.dp},pp={self.pp},tp={self.tp}"
+        text = f"dp={self.dp},pp={self.pp},tp={self.tp}" + (f",{_PARKED}" if self.parked else "")
         return text if self.devices is None else f"{text},devices={_format_positions(self.devices)}"
 
 
@@ -87,16 +91,17 @@ def _parse_positions(text: str, where: str) -> tuple[int, ...]:
     return tuple(positions)
 
 
-def _parse_degrees(text: str, where: str) -> dict[str, int]:
+def _parse_degrees(text: str, where: str) -> PlanEntry:
     degrees: dict[str, int] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    parts = [part.strip() for part in text.split(",")]
+    for part in filter(None, (part for part in parts if part != _PARKED)):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or name not in _DEGREES:
-            close = difflib.get_close_matches(name, (*_DEGREES, "devices"), 1, 0.5)
+            close = difflib.get_close_matches(name, (*_DEGREES, _PARKED, "devices"), 1, 0.5)
             hint = f"did you mean {close[0]!r}? " if close and close[0] != name else ""
             raise ConfigError(
-                f"{where}: {part!r} is not one of dp=N, pp=N, tp=N and a last devices=LIST; "
-                f"{hint}{_FORM}"
+                f"{where}: {part!r} is not one of dp=N, pp=N, tp=N, {_PARKED} and a last "
+                f"devices=LIST; {hint}{_FORM}"
             )
         if name in degrees:
             raise ConfigError(f"{where}: {name} is given twice; {_FORM}")
@@ -108,7 +113,8 @@ def _parse_degrees(text: str, where: str) -> dict[str, int]:
         degrees[name] = int(value)
     if not degrees:
         raise ConfigError(f"{where}: names none of dp, pp and tp; {_FORM}")
-    return {name: degrees.get(name, 1) for name in _DEGREES}
+    dp, pp, tp = (degrees.get(name, 1) for name in _DEGREES)
+    return PlanEntry(dp=dp, pp=pp, tp=tp, parked=_PARKED in parts)
 
 
 def canonical_model_stage(name: str) -> str:
@@ -121,7 +127,8 @@ def parse_plan_entry(text: str, model_stage: str = "", section: str = "plan") ->
 
     Args:
       text: 'dp=2,pp=2,tp=2', or the same with a last 'devices=0-3,6': ascending positions in the
-        pool, which may themselves hold commas. A degree that is not named is 1.
+        pool, which may themselves hold commas. A degree that is not named is 1. 'parked' may stand
+        before the devices.
       model_stage: the name that an error shows, such as 'actor-TRAIN'.
       section: the section of the configuration that an error shows.
 
@@ -134,8 +141,7 @@ def parse_plan_entry(text: str, model_stage: str = "", section: str = "plan") ->
         raise ConfigError(f"{where}: 'devices=' must follow a comma; {_FORM}")
     if "=" in positions:
         raise ConfigError(f"{where}: 'devices=' must come last; {_FORM}")
-    degrees = _parse_degrees(head, where)
-    entry = PlanEntry(dp=degrees["dp"], pp=degrees["pp"], tp=degrees["tp"])
+    entry = _parse_degrees(head, where)
     if not named:
         return entry
     devices = _parse_positions(positions, where)
@@ -181,7 +187,7 @@ def check_plan_against_model(
 def largest_layout(entry: PlanEntry, num_devices: int) -> PlanEntry:
     """The largest layout on at most `num_devices` devices whose degrees divide those of `entry`."""
     candidates = [
-        PlanEntry(dp=dp, pp=pp, tp=tp)
+        PlanEntry(dp=dp, pp=pp, tp=tp, parked=entry.parked)
         for tp in divisors(entry.tp)
         for pp in divisors(entry.pp)
         for dp in divisors(entry.dp)

@@ -121,7 +121,8 @@ def _fitted(
     said: list[str],
 ) -> PlanEntry:
     layout = given.plan[stage].layout
-    entry = PlanEntry(dp=layout.dp, pp=layout.pp, tp=layout.tp)
+    parked = stage in given.choices and given.choices[stage].parked
+    entry = PlanEntry(dp=layout.dp, pp=layout.pp, tp=layout.tp, parked=parked)
     places = {device: i for i, device in enumerate(pool.devices)}
     if places.keys() >= set(devices):
         return dataclasses.replace(entry, devices=tuple(places[d] for d in devices))

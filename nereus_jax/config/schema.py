@@ -379,6 +379,8 @@ class ControlConfig:
     policy: str = ""
     """When it moves: static, dp_only, any_gain, every_k=STEPS or payback=GAMMA (a move must pay
     back within GAMMA of the steps for which it is expected to be right). Empty: no controller."""
+    park: bool = False
+    """Whether plans may have idle model-stages wait in host memory, which must have room."""
     pool_trace: str = ""
     """File of changes of the device pool by step: JSON lines with step, event (lost, joined,
     revoke), devices, deadline_s. Empty: none."""

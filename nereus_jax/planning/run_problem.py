@@ -123,5 +123,5 @@ def run_problem(
         memory=MemoryModel(coefficients=COEFFICIENTS[backend], options=options),
         param_dtype=config.model.param_dtype,
         compute_dtype=config.model.compute_dtype,
-        park=False,
+        park=config.control.park,
     )

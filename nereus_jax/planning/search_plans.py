@@ -267,7 +267,8 @@ def config_overrides(step: PlannedStep) -> dict[str, str]:
     generate = [s for s in step.stages if s.model_stage.stage is Stage.GENERATE]
     keys = {
         f"plan.{s.model_stage}": f"dp={s.layout.dp},pp={s.layout.pp},tp={s.layout.tp},"
-        f"devices={s.positions.start}-{s.positions.stop - 1}"
+        + ("parked," if s.parked else "")
+        + f"devices={s.positions.start}-{s.positions.stop - 1}"
         for s in step.stages
     }
     keys["train.microbatch_size"] = str(min(s.microbatch_size for s in train))

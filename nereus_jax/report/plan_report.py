@@ -107,8 +107,6 @@ def plans_text(problem: PlanProblem, found: PlanSearch) -> str:
     lines += ["", "to run it: write it with --out=plan.json and train with"]
     lines += ["  --config.plan_file=plan.json", "or nearly so, with one choice for all, with"]
     lines += [f"  --config.{key}={value}" for key, value in config_overrides(best).items()]
-    if any(stage.parked for stage in best.stages):
-        lines.append("  (without parking, which `nereus train` cannot do yet; plan with --no-park)")
     return "\n".join(lines) + "\n"
 
 

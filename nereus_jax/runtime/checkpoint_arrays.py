@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 from jax import lax
 
 from nereus_jax.runtime import host
+from nereus_jax.runtime.parking import is_parked, on_devices
 
 Tree = Any
 """A pytree of `jax.Array`s, or of `jax.ShapeDtypeStruct`s that stand for them."""
@@ -93,12 +94,16 @@ def checksums(flat: dict[str, jax.Array]) -> dict[str, int]:
     """A 32-bit checksum of each array, the same on every layout and with any padding.
 
     The sum over all elements of (bits of the element) * (odd hash of its coordinates) mod 2**32: a
-    zero adds nothing, and one flipped bit always shows. Computed where the arrays are.
+    zero adds nothing, and one flipped bit always shows. Computed on the devices of the arrays; what
+    is parked comes there one array at a time.
     """
     groups: dict[Any, dict[str, jax.Array]] = {}
-    for name, array in flat.items():
-        groups.setdefault(getattr(array.sharding, "mesh", array.sharding), {})[name] = array
     sums: dict[str, int] = {}
+    for name, array in flat.items():
+        if is_parked(array.sharding):
+            sums[name] = int(host.fetch(_device_checksums({name: on_devices(array)}))[name])
+            continue
+        groups.setdefault(getattr(array.sharding, "mesh", array.sharding), {})[name] = array
     for group in groups.values():
         sums |= {name: int(x) for name, x in host.fetch(_device_checksums(group)).items()}
     return sums

@@ -5,6 +5,7 @@ launches them alike. Threads only wait for completion, to time it.
 """
 
 import dataclasses
+import itertools
 import math
 import time
 from collections import deque
@@ -34,19 +35,31 @@ class Work:
       devices: names of the devices it runs on.
       launches: called in order; each starts one program and returns arrays that are ready when it
         has ended. A launch may use what an earlier one of the same work made.
+      bring: brings to the devices what waits in host memory for this work; None: nothing does. It
+        is called when the work before on these devices has ended and has put away its own.
+      put_away: takes it back when the work has ended.
     """
 
     name: str
     devices: tuple[str, ...]
     launches: tuple[Callable[[], Arrays], ...]
+    bring: Callable[[], None] | None = None
+    put_away: Callable[[], None] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finished:
-    """The arrays of a work's launches, in order, and when it ran."""
+    """What became of a work.
+
+    Attributes:
+      arrays: of its launches, in order.
+      span: when it ran.
+      parking: when its parked state came, and when it was put away.
+    """
 
     arrays: tuple[Arrays, ...]
     span: Span
+    parking: tuple[Span, ...] = ()
 
 
 def lanes(works: Sequence[Work]) -> list[list[Work]]:
@@ -81,10 +94,14 @@ def run_wave(
             meanwhile()
         return {}
     started_s = time.time()
+    before = {b.name: a for group in groups for a, b in itertools.pairwise(group)}
+    parking = _Parking(step)
     with ThreadPoolExecutor(max_workers=len(works)) as pool:
         for work, index in _round_robin(groups):
             if len(in_flight) >= MAX_IN_FLIGHT:
                 jax.block_until_ready(in_flight.popleft())
+            if index == 0:
+                parking.change_over(before.get(work.name), work, ends)
             launched_s.setdefault(work.name, time.time())
             result = work.launches[index]()
             arrays[work.name].append(result)
@@ -94,6 +111,8 @@ def run_wave(
         if meanwhile:
             meanwhile()
         ended_s = _latest({name: end.result() for name, end in ends.items()}, started_s)
+    for group in groups:
+        parking.change_over(group[-1], None, ends)
     finished: dict[str, Finished] = {}
     for group in groups:
         free_s = 0.0
@@ -109,8 +128,46 @@ def run_wave(
                 devices=work.devices,
                 step=step,
             )
-            finished[work.name] = Finished(arrays=tuple(arrays[work.name]), span=span)
+            finished[work.name] = Finished(
+                arrays=tuple(arrays[work.name]),
+                span=span,
+                parking=tuple(parking.spans.get(work.name, ())),
+            )
     return finished
+
+
+class _Parking:
+    """Gives the devices of a lane from one work to the next, with what is parked of each."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self.spans: dict[str, list[Span]] = {}
+
+    def change_over(
+        self, old: Work | None, new: Work | None, ends: Mapping[str, Future[float]]
+    ) -> None:
+        """Where either has parked state: waits for the old work's end, puts its state away, and
+        brings the new one's."""
+        away, bring = old and old.put_away, new and new.bring
+        if old is not None and (away or bring):
+            ends[old.name].result()
+        if old is not None and away:
+            self._timed(old, away)
+        if new is not None and bring:
+            self._timed(new, bring)
+
+    def _timed(self, work: Work, move: Callable[[], None]) -> None:
+        start_s, begin_s = time.time(), time.perf_counter()  # only the second never steps back
+        move()
+        span = Span(
+            name=f"park {work.name}",
+            kind="park",
+            start_s=start_s,
+            end_s=start_s + time.perf_counter() - begin_s,
+            devices=work.devices,
+            step=self._step,
+        )
+        self.spans.setdefault(work.name, []).append(span)
 
 
 def _round_robin(groups: Iterable[list[Work]]) -> Iterable[tuple[Work, int]]:

@@ -33,6 +33,24 @@ class MemoryLedger:
         self.held = held
         self.peak = dict(held)
 
+    def hold(self, held: Mapping[str, int]) -> None:
+        """What is held has changed in the middle of the step: parked state has come or gone.
+
+        Args:
+          held: device -> bytes of the state now.
+
+        Raises:
+          JaxRuntimeError: RESOURCE_EXHAUSTED, as a device says it, if the budget is exceeded.
+        """
+        for device, num_bytes in held.items():
+            if self.budget_bytes and num_bytes > self.budget_bytes:
+                raise jax.errors.JaxRuntimeError(
+                    f"RESOURCE_EXHAUSTED: Out of memory on device {device}: parked state comes "
+                    f"back, and makes {num_bytes} of {self.budget_bytes} bytes."
+                )
+        self.held = held
+        self.peak = {d: max(self.peak.get(d, 0), n) for d, n in held.items()}
+
     def launch(self, program: str, devices: tuple[str, ...], num_bytes: int) -> None:
         """Enters a program that is about to run.
 

@@ -12,7 +12,6 @@ from typing import Literal
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
 
 from nereus_jax.core.devices import DeviceId
 from nereus_jax.core.errors import ReshardError
@@ -21,6 +20,7 @@ from nereus_jax.runtime.compile_queue import CompileCost, CompileQueue, Compilin
 from nereus_jax.runtime.executor import CollectiveTransfer
 from nereus_jax.runtime.flat_mesh import DeviceBlocks
 from nereus_jax.runtime.host_transfer import HostTransfer
+from nereus_jax.runtime.parking import is_parked
 from nereus_jax.runtime.world import DeviceHandle
 
 Path = Literal["auto", "collective", "host"]
@@ -269,14 +269,6 @@ class Transfer:
         return jax.make_array_from_single_device_arrays(
             target.shape, target.sharding, buffers, dtype=target.dtype
         )
-
-
-def is_parked(sharding: Sharding | None) -> bool:
-    """Whether blocks lie in host memory that is not the device's own."""
-    if sharding is None or sharding.memory_kind is None:
-        return False
-    device = next(iter(sharding.device_set))
-    return sharding.memory_kind != device.default_memory().kind
 
 
 def _in_memory_of(target: jax.ShapeDtypeStruct, block: jax.Array) -> jax.Array:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
-from jax.sharding import SingleDeviceSharding
 
 from nereus_jax.core.devices import DeviceId
 from nereus_jax.core.errors import TransitionError
@@ -23,6 +22,7 @@ from nereus_jax.core.transition import Operation, OperationKind, TransitionGraph
 from nereus_jax.runtime.dispatch import MAX_IN_FLIGHT
 from nereus_jax.runtime.emu import ElasticModelUnit
 from nereus_jax.runtime.faults import lost_error
+from nereus_jax.runtime.parking import block_in_memory, is_parked
 from nereus_jax.runtime.transfers import Transfer
 from nereus_jax.runtime.world import World
 
@@ -30,7 +30,6 @@ MOVES = frozenset(
     {OperationKind.SPLIT, OperationKind.MERGE, OperationKind.EXTEND, OperationKind.RESHARD}
 )
 """Kinds that are carried out by a transfer."""
-HOST_MEMORY = "pinned_host"
 
 UnitsByStage = dict[ModelStage, dict[Unit, ElasticModelUnit]]
 
@@ -280,14 +279,22 @@ def _transfer(
 
 def in_memory_of(old: ElasticModelUnit, new: Unit) -> ElasticModelUnit:
     """A unit's blocks in the memory of the hosts, or back in that of the devices."""
+    blocks = {
+        leaf: {d: block_in_memory(x, parked=new.parked) for d, x in of.items()}
+        for leaf, of in old.blocks.items()
+    }
+    return ElasticModelUnit(unit=new, blocks=blocks, version=old.version)
+
+
+def unit_on_devices(unit: ElasticModelUnit) -> ElasticModelUnit:
+    """A unit whose blocks may be parked, with those that are left in the memory of the devices."""
 
     def move(block: jax.Array) -> jax.Array:
-        (device,) = block.devices()
-        kind = HOST_MEMORY if new.parked else device.default_memory().kind
-        return jax.device_put(block, SingleDeviceSharding(device, memory_kind=kind))
+        gone = block.is_deleted() or not is_parked(block.sharding)
+        return block if gone else block_in_memory(block, parked=False)
 
-    blocks = {leaf: {d: move(x) for d, x in of.items()} for leaf, of in old.blocks.items()}
-    return ElasticModelUnit(unit=new, blocks=blocks, version=old.version)
+    blocks = {leaf: {d: move(x) for d, x in of.items()} for leaf, of in unit.blocks.items()}
+    return dataclasses.replace(unit, blocks=blocks)
 
 
 def _is_ready(unit: ElasticModelUnit) -> bool:

@@ -379,7 +379,7 @@ def make_adaptation(job: Job, hardware: Hardware, sources: PoolSources) -> Adapt
         workload=longest_workload(config),
         policy=policy,
         num_steps=config.num_steps,
-        park=False,
+        park=config.control.park,
         checkpoint_every=config.checkpoint.every,
     )
     state = None

@@ -85,11 +85,13 @@ def _report(job: Job, stages: Mapping[ModelStage, StageBytes]) -> None:
 def _how(stage: ModelStage, choice: StageChoice) -> str:
     """A choice in words."""
     if stage.stage is Stage.GENERATE:
-        return f"{choice.microbatch_size or 'all'} rows at a time"
-    parts = [f"microbatches of {choice.microbatch_size}"]
+        parts = [f"{choice.microbatch_size or 'all'} rows at a time"]
+    else:
+        parts = [f"microbatches of {choice.microbatch_size}"]
     parts += [f"flushes of {choice.microbatches}"] if choice.microbatches > 1 else []
     parts += ["recomputed"] if choice.remat else []
     parts += ["ZeRO-1"] if choice.zero1 else []
+    parts += ["parked when idle"] if choice.parked else []
     return ", ".join(parts)
 
 

@@ -13,6 +13,7 @@ from nereus_jax.data.prompts import batch
 from nereus_jax.rl.rollout import Rollout
 from nereus_jax.runtime import host
 from nereus_jax.trainer.job import GREEDY, Job
+from nereus_jax.trainer.parked import weights_at_work
 from nereus_jax.trainer.rollouts import (
     assemble,
     decode_responses,
@@ -20,7 +21,7 @@ from nereus_jax.trainer.rollouts import (
     function_rewards,
 )
 from nereus_jax.trainer.room import outgrows, with_more_room
-from nereus_jax.trainer.state import JobState, refresh_edge, stage_params
+from nereus_jax.trainer.state import JobState, refresh_edge
 
 
 def evaluate(job: Job, state: JobState) -> tuple[Job, dict[str, Any]]:
@@ -76,16 +77,19 @@ def _generate(job: Job, state: JobState, first: int, count: int, temperature: fl
     tokens_BP, lengths_B = batch(samples, job.config.data.max_prompt_length, pad_id)
     indices_B = first + np.arange(count, dtype=np.int64)
     fill = rows - count
-    arrays = job.generate.dispatch(
-        stage_params(job, state, ACTOR_GENERATE),
-        np.pad(tokens_BP, ((0, fill), (0, 0)), constant_values=pad_id),
-        np.pad(lengths_B, (0, fill)),
-        np.pad(indices_B, (0, fill)),
-        draw_seed(job.config.seed, "evaluation"),
-        job.sampling(temperature),
-    )
+    with weights_at_work(job, state, ACTOR_GENERATE) as params:
+        arrays = host.fetch(
+            job.generate.dispatch(
+                params,
+                np.pad(tokens_BP, ((0, fill), (0, 0)), constant_values=pad_id),
+                np.pad(lengths_B, (0, fill)),
+                np.pad(indices_B, (0, fill)),
+                draw_seed(job.config.seed, "evaluation"),
+                job.sampling(temperature),
+            )
+        )
     version = state.counters.policy_version
-    return assemble(tokens_BP, lengths_B, indices_B, host.fetch(arrays), pad_id, version)
+    return assemble(tokens_BP, lengths_B, indices_B, arrays, pad_id, version)
 
 
 def _rewards(job: Job, state: JobState, first: int, rollout: Rollout) -> np.ndarray:
@@ -102,7 +106,7 @@ def _model_rewards(job: Job, state: JobState, rollout: Rollout) -> np.ndarray:
         np.pad(x, (0, fill)) for x in (rollout.prompt_lengths_B, rollout.lengths_B)
     )
     tokens_BS = np.pad(rollout.tokens_BS, ((0, fill), (0, 0)))
-    params = stage_params(job, state, REWARD_SCORE)
-    outputs = host.fetch(engine.dispatch(params, tokens_BS, prompts_B, lengths_B))
+    with weights_at_work(job, state, REWARD_SCORE) as params:
+        outputs = host.fetch(engine.dispatch(params, tokens_BS, prompts_B, lengths_B))
     scores = engine.unpack(outputs, tokens_BS.shape[1], prompts_B, lengths_B, 1)
     return scores["rewards"][: rollout.num_rows]

@@ -31,6 +31,7 @@ class StageBytes:
     Attributes:
       parameters: weights; 0 where the model-stage uses the very arrays of the one that trains them.
       optimizer: moments and counters.
+      parked: it waits in host memory while others run.
       temporaries: the largest of its programs (activations, gradients, KV cache, logits), as XLA
         counts them; 0 before they are compiled.
     """
@@ -38,11 +39,22 @@ class StageBytes:
     parameters: int
     optimizer: int
     temporaries: int
+    parked: bool = False
 
     @property
     def held(self) -> int:
-        """What stays between the model-stage's programs."""
+        """Its state, on the devices or in their hosts' memory."""
         return self.parameters + self.optimizer
+
+    @property
+    def resident(self) -> int:
+        """What stays on the devices between its programs."""
+        return 0 if self.parked else self.held
+
+    @property
+    def working(self) -> int:
+        """What it needs while it runs on top of all that is resident."""
+        return self.temporaries + self.held - self.resident
 
 
 def stage_bytes(job: Job) -> dict[ModelStage, StageBytes]:
@@ -53,15 +65,18 @@ def stage_bytes(job: Job) -> dict[ModelStage, StageBytes]:
             continue
         needs = max(temporaries.get(key.model_stage, 0), program.extra_bytes)
         temporaries[key.model_stage] = needs
+    parked = {stage for stage, choice in job.execution.choices.items() if choice.parked}
     for edge in job.workflow.weight_edges:
         needs = edge_temp_bytes(job.edges[edge.target])
-        for stage in (edge.source, edge.target):
-            temporaries[str(stage)] = max(temporaries.get(str(stage), 0), needs)
+        for stage, other in ((edge.source, edge.target), (edge.target, edge.source)):
+            comes = _parameter_bytes(job, other) if other in parked else 0
+            temporaries[str(stage)] = max(temporaries.get(str(stage), 0), needs + comes)
     return {
         stage: StageBytes(
             parameters=_parameter_bytes(job, stage),
             optimizer=_optimizer_bytes(job.trains[stage]) if stage in job.trains else 0,
             temporaries=temporaries.get(str(stage), 0),
+            parked=stage in parked,
         )
         for stage in sorted(job.sites)
     }
@@ -89,7 +104,9 @@ def _parameter_bytes(job: Job, stage: ModelStage) -> int:
         return job.trains[stage].spec.local_bytes(site.mesh_shape)
     sources = [e.source for e in job.workflow.weight_edges if e.target == stage]
     same_place = any(job.plan[source] == job.plan[stage] for source in sources)
-    if same_place and config.param_dtype == config.compute_dtype:
+    choices = job.execution.choices
+    parked = choices[stage].parked or any(choices[source].parked for source in sources)
+    if same_place and not parked and config.param_dtype == config.compute_dtype:
         return 0
     return job.model_spec(stage).local_bytes(site.mesh_shape)
 
@@ -107,13 +124,22 @@ def _optimizer_bytes(engine: TrainEngine) -> int:
 
 def device_bytes(job: Job, stages: Mapping[ModelStage, StageBytes]) -> dict[DeviceId, int]:
     """Peak bytes of each device: all that it holds, and the largest temporary on top."""
-    held: dict[DeviceId, int] = {}
+    resident: dict[DeviceId, int] = {}
     largest: dict[DeviceId, int] = {}
     for stage, need in stages.items():
         for device in job.plan[stage].devices:
-            held[device] = held.get(device, 0) + need.held
-            largest[device] = max(largest.get(device, 0), need.temporaries)
-    return {device: held[device] + largest[device] for device in sorted(held)}
+            resident[device] = resident.get(device, 0) + need.resident
+            largest[device] = max(largest.get(device, 0), need.working)
+    return {device: resident[device] + largest[device] for device in sorted(resident)}
+
+
+def host_bytes(job: Job, stages: Mapping[ModelStage, StageBytes]) -> dict[int, int]:
+    """Bytes in the memory of each process's host: what is parked of its devices."""
+    parked: dict[int, int] = {}
+    for stage, need in stages.items():
+        for device in job.plan[stage].devices:
+            parked[device.host] = parked.get(device.host, 0) + need.held - need.resident
+    return parked
 
 
 def host_memory_bytes() -> int:
@@ -155,15 +181,21 @@ def check_memory(
             )
     if budget and dry_run:
         return
+    parked, there = host_bytes(job, stages).get(job.world.process_index, 0), host_memory_bytes()
     if job.config.emulated_devices:
         here = {d: n for d, n in needs.items() if d.host == job.world.process_index}
-        total, there = sum(here.values()), host_memory_bytes()
+        total = sum(here.values()) + parked
         if total > there:
             raise InfeasiblePlanError(
                 f"{len(here)} emulated devices need {gib(total)} together, this host has "
                 f"{gib(there)}; {advice}"
             )
         return
+    if parked > there:
+        raise InfeasiblePlanError(
+            f"the plan parks {gib(parked)} in the memory of this host, which has {gib(there)}; "
+            f"park fewer model-stages or use more hosts"
+        )
     for device, need in needs.items():
         handle = job.world.handles[device]
         if handle.process_index != job.world.process_index:

@@ -243,9 +243,8 @@ def _one_step(session: Session, state: JobState) -> None:
     with writing(session):
         if job.config.rollout.record and job.world.is_main:
             result.values["rollout"].save(rollout_file(session.workdir / ROLLOUTS, counters.step))
-        session.outputs.step(
-            row, edge_spans + result.spans, sample_rows(job, result, counters.step)
-        )
+        spans = edge_spans + result.spans + result.parking
+        session.outputs.step(row, spans, sample_rows(job, result, counters.step))
     if session.adaptation is not None:
         session.adaptation.step_finished(job, result, row)
     state.counters = _advance(job, counters, result, row["kl"])

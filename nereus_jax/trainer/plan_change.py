@@ -54,10 +54,12 @@ from nereus_jax.runtime.transitions import (
     TransitionStopped,
     batches,
     execute,
+    unit_on_devices,
 )
 from nereus_jax.trainer.compilation import digest_recipes, step_recipes
 from nereus_jax.trainer.edges import make_transfer
 from nereus_jax.trainer.job import Job
+from nereus_jax.trainer.parked import bring_all
 from nereus_jax.trainer.state import Counters, JobState
 from nereus_jax.trainer.verification import (
     fingerprints,
@@ -257,8 +259,9 @@ def carry_out(
 ) -> Changed:
     """Carries out a transition and verifies it.
 
-    The old state stays as it is where memory allows, until the new one is verified: an error leaves
-    the job running as before. Else operations free what they destroy.
+    All state comes to the devices first, also what the plans park. The old state stays as it is
+    where memory allows, until the new one is verified: an error leaves the job running as before.
+    Else operations free what they destroy.
 
     Args:
       change: what to do.
@@ -280,6 +283,8 @@ def carry_out(
     counters = {
         s: read_counters(old.trains[s], x, old.world, state.views) for s, x in state.trained.items()
     }
+    if not graph.lost:  # an array that has lost blocks comes block by block
+        bring_all(state)
     units = _units(old, state)
     if graph.lost and how != "off":
         how, before = "digest", surviving_fingerprints(old, units, graph.lost)
@@ -340,7 +345,7 @@ def _units(job: Job, state: JobState) -> dict[ModelStage, list[ElasticModelUnit]
         units[stage] = list(units_of(job.world, job.sites[stage], arrays, version, state.views))
     for stage, params in state.frozen.items():
         units[stage] = list(units_of(job.world, job.sites[stage], params, views=state.views))
-    return units
+    return {stage: [unit_on_devices(u) for u in held] for stage, held in units.items()}
 
 
 def _assembled(

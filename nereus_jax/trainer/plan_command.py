@@ -65,7 +65,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--no-park",
         action="store_true",
-        help="no model-stage waits in the host's memory; none does with --config",
+        default=None,
+        help="no model-stage waits in the host's memory; with --config: control.park",
     )
     add("--top", type=int, default=5, metavar="K", help="plans that are shown; default 5")
     add("--json", action="store_true", help="print JSON")

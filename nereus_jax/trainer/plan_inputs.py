@@ -46,6 +46,7 @@ STATED: Mapping[str, tuple[Any, str]] = {
     "epochs": (1, "algorithm.epochs"),
     "param_dtype": ("float32", "model.param_dtype"),
     "compute_dtype": (None, "model.compute_dtype"),
+    "no_park": (False, "control.park"),
 }
 """Arguments that a configuration has keys for: their defaults without one, and those keys."""
 

@@ -100,7 +100,12 @@ class PlanMaker:
             for name, entry in entries.items()
             if ModelStage.parse(name) in wanted
         }
-        choices = {s: configured_choice(self.config, s, p.layout) for s, p in placements.items()}
+        choices = {
+            s: dataclasses.replace(
+                configured_choice(self.config, s, p.layout), parked=entries[str(s)].parked
+            )
+            for s, p in placements.items()
+        }
         return ExecutionPlan(plan=Plan(placements=placements), choices=choices)
 
     def _from_file(self, key: str, path: str) -> ExecutionPlan:
@@ -150,11 +155,6 @@ def _check_choice(
     Raises:
       ConfigError: see the message.
     """
-    if choice.parked:
-        raise ConfigError(
-            f"{where}: parked model-stages wait in the host's memory, which a run cannot do yet; "
-            f"plan with `nereus plan --no-park`"
-        )
     if stage.stage is not Stage.TRAIN and (choice.remat or choice.zero1):
         raise ConfigError(f"{where}: remat and zero1 are for TRAIN; set them to false")
     rows = rows_of(config, stage)

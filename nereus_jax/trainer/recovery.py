@@ -33,6 +33,7 @@ from nereus_jax.runtime.transitions import TransitionStopped
 from nereus_jax.trainer.half_way import form_of, has_whole, job_of_units
 from nereus_jax.trainer.job import Job, make_job
 from nereus_jax.trainer.moves import begin_again, by_checkpoint_row, end_move
+from nereus_jax.trainer.parked import put_all_away
 from nereus_jax.trainer.plan_change import (
     Changed,
     PlanChange,
@@ -141,8 +142,9 @@ def _change(session: Session, state: JobState, change: PlanChange) -> Mapping[st
 
 def _commit(session: Session, state: JobState, change: PlanChange, changed: Changed) -> None:
     state.take_over(changed.state)
-    state.views.look(change.new.world, state.arrays())
     session.job = change.new
+    put_all_away(session.job, state)
+    state.views.look(session.job.world, state.arrays())
     with writing(session):
         session.outputs.transition(changed.row, changed.spans, change.new.execution)
 

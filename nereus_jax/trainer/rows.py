@@ -46,6 +46,9 @@ def step_row(
     actor, critic = result.values["actor_metrics"], result.values.get("critic_metrics")
     lengths = rollout.response_lengths_B
     stage_s = {span.name: span.duration_s for span in result.spans}
+    park_s: dict[str, float] = {}
+    for span in result.parking:
+        park_s[span.name] = park_s.get(span.name, 0.0) + span.duration_s
     reached = tflops_per_device(job, rollout, stage_s)
     row: dict[str, Any] = {
         "step": step,
@@ -73,6 +76,7 @@ def step_row(
         "padding_share": _padding_share(job, rollout, batch),
         "stage_s": stage_s,
         "tflops_per_device": {str(stage): x for stage, x in reached.items()},
+        "park_s": park_s,
         "weight_edge_s": {span.name: span.duration_s for span in edge_spans},
         "compile_s": job.compile_cost,
         "peak_memory_bytes": job.peak_memory_bytes,

@@ -21,6 +21,7 @@ from nereus_jax.runtime.checkpoint_files import CHECKPOINTS
 from nereus_jax.runtime.checkpoints import CheckpointStore
 from nereus_jax.runtime.emu import ElasticModelUnit, group_site, units_of
 from nereus_jax.runtime.engines.train import TrainState
+from nereus_jax.runtime.parking import Tree, parked_abstract
 from nereus_jax.runtime.transitions import Batch
 from nereus_jax.trainer.adaptation import Adaptation
 from nereus_jax.trainer.calibration import Calibration
@@ -32,6 +33,7 @@ from nereus_jax.trainer.plan_schedule import PlanSchedule, first_job
 from nereus_jax.trainer.state import (
     Counters,
     JobState,
+    as_planned,
     frozen_models,
     initial_actor_params,
     initial_critic,
@@ -201,10 +203,12 @@ def start_state(session: Session) -> JobState:
     trained = {ACTOR_TRAIN: actor}
     if CRITIC_TRAIN in job.trains:
         trained[CRITIC_TRAIN] = initial_critic(job, actor.params)
+    frozen = frozen_models(job, actor.params)
+    trained[ACTOR_TRAIN] = as_planned(job, ACTOR_TRAIN, actor)  # all others were made from it
     state = JobState(
         counters=Counters(data_position=position, kl_coef=job.config.algorithm.kl.coef),
         trained=trained,
-        frozen=frozen_models(job, actor.params),
+        frozen=frozen,
     )
     if state.frozen:
         session.store.save_frozen({str(stage): p for stage, p in state.frozen.items()})
@@ -219,14 +223,19 @@ def resume_state(session: Session, step: int) -> JobState:
     meta = store.read_meta(step)
     counters = _restored_counters(job.config, meta)
     abstract = {
-        stage.role.value: TrainState(engine.site.abstract(engine.spec), engine.abstract_opt_state())
+        stage.role.value: _where_planned(
+            job, stage, TrainState(engine.site.abstract(engine.spec), engine.abstract_opt_state())
+        )
         for stage, engine in job.trains.items()
     }
     restored = store.restore(step, abstract)
     frozen_stages = [s for s in state_stages(job) if s not in job.trains]
     frozen = {}
     if frozen_stages:
-        abstract_frozen = {str(s): job.sites[s].abstract(job.model_spec(s)) for s in frozen_stages}
+        abstract_frozen = {
+            str(s): _where_planned(job, s, job.sites[s].abstract(job.model_spec(s)))
+            for s in frozen_stages
+        }
         frozen = {
             ModelStage.parse(name): params
             for name, params in store.restore_frozen(abstract_frozen).items()
@@ -237,6 +246,11 @@ def resume_state(session: Session, step: int) -> JobState:
         trained={stage: restored[stage.role.value] for stage in job.trains},
         frozen=frozen,
     )
+
+
+def _where_planned(job: Job, stage: ModelStage, abstract: Tree) -> Tree:
+    """State of a model-stage that is to be read: into host memory if the plan parks it."""
+    return parked_abstract(abstract) if job.execution.choices[stage].parked else abstract
 
 
 def _data_identity(job: Job) -> dict[str, object]:

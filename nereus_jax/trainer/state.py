@@ -27,6 +27,7 @@ from nereus_jax.runtime.blocks import BlockViews
 from nereus_jax.runtime.emu import Params, initialize, live_bytes_per_device, load
 from nereus_jax.runtime.engines.train import TrainState
 from nereus_jax.runtime.faults import find_lost
+from nereus_jax.runtime.parking import Tree, in_host_memory, is_parked, on_devices
 from nereus_jax.runtime.world import World
 from nereus_jax.trainer.edges import make_transfer, run_transfer
 from nereus_jax.trainer.job import Job
@@ -69,6 +70,8 @@ class JobState:
     trained: dict[ModelStage, TrainState]
     frozen: Mapping[ModelStage, Params]
     edges: dict[ModelStage, tuple[int, Params]] = dataclasses.field(default_factory=dict)
+    at_work: dict[ModelStage, Params] = dataclasses.field(default_factory=dict)
+    """Copies on devices of parked weights, while their model-stages run (`trainer/parked`)."""
     views: BlockViews = dataclasses.field(default_factory=BlockViews)
     """The blocks of the arrays, for when some of them are lost."""
     updating: bool = False
@@ -77,7 +80,7 @@ class JobState:
     def take_over(self, other: "JobState") -> None:
         """What another one holds is held from now on, and nothing else."""
         self.counters, self.trained, self.frozen = other.counters, other.trained, other.frozen
-        self.edges = {}
+        self.edges, self.at_work = {}, {}
         self.updating = False
 
     def checkpointed(self) -> dict[str, TrainState]:
@@ -86,12 +89,14 @@ class JobState:
 
     def arrays(self) -> list[jax.Array]:
         """All arrays that are held."""
-        trees = [self.trained, dict(self.frozen), [p for _, p in self.edges.values()]]
+        edges = [params for _, params in self.edges.values()]
+        trees = [self.trained, dict(self.frozen), edges, self.at_work]
         return list({id(x): x for x in jax.tree.leaves(trees)}.values())
 
     def live_bytes(self, world: World) -> dict[str, int]:
-        """Local device -> bytes of state; arrays that edges share are counted once."""
-        totals = live_bytes_per_device({str(i): x for i, x in enumerate(self.arrays())})
+        """Local device -> bytes of state in its memory; arrays that edges share count once."""
+        held = [x for x in self.arrays() if not is_parked(x.sharding)]
+        totals = live_bytes_per_device({str(i): x for i, x in enumerate(held)})
         local = {d: handle for d, handle in world.handles.items() if world.is_local(d)}
         return {str(d): totals.get(handle, 0) for d, handle in local.items()}
 
@@ -118,7 +123,8 @@ def initial_critic(job: Job, actor: Mapping[str, jax.Array]) -> TrainState:
     head = spec["scalar_head"]
     sharding = target.leaf_sharding(head, spec.rules)
     params["scalar_head"] = host.put(np.zeros(head.shape, np.dtype(head.dtype)), sharding)
-    return job.trains[CRITIC_TRAIN].init({leaf.name: params[leaf.name] for leaf in spec})
+    critic = job.trains[CRITIC_TRAIN].init({leaf.name: params[leaf.name] for leaf in spec})
+    return as_planned(job, CRITIC_TRAIN, critic)
 
 
 def frozen_models(job: Job, actor: Mapping[str, jax.Array]) -> dict[ModelStage, Params]:
@@ -133,11 +139,13 @@ def frozen_models(job: Job, actor: Mapping[str, jax.Array]) -> dict[ModelStage, 
             job.sites[REFERENCE_SCORE],
             share=False,
         )
-        frozen[REFERENCE_SCORE] = run_transfer(copy, actor)
+        reference = run_transfer(copy, actor)
+        frozen[REFERENCE_SCORE] = as_planned(job, REFERENCE_SCORE, reference)
     if REWARD_SCORE in job.sites:
         source = TensorSource(job.config.reward.model_path, Head.SCALAR)
         spec = job.model_spec(REWARD_SCORE)
-        frozen[REWARD_SCORE] = load(spec, job.sites[REWARD_SCORE], source.read)
+        reward = load(spec, job.sites[REWARD_SCORE], source.read)
+        frozen[REWARD_SCORE] = as_planned(job, REWARD_SCORE, reward)
     return frozen
 
 
@@ -170,9 +178,20 @@ def refresh_edge(job: Job, state: JobState, edge: WeightEdge) -> Params:
     if held is not None and held[0] == version:
         return held[1]
     state.edges.pop(edge.target, None)  # the old weights make room for the new ones
-    params = run_transfer(job.edges[edge.target], state.trained[edge.source].params)
+    # Between devices, whatever is parked: links are faster than hosts.
+    params = run_transfer(job.edges[edge.target], on_devices(state.trained[edge.source].params))
+    params = as_planned(job, edge.target, params)
     state.edges[edge.target] = (version, params)
     return params
+
+
+def as_planned(job: Job, stage: ModelStage, tree: Tree) -> Tree:
+    """State of a model-stage that has been made on devices, where it waits for its calls: in host
+    memory if the plan parks it."""
+    if not job.execution.choices[stage].parked:
+        return tree
+    # Waits, so that its room is there for what is made next.
+    return jax.block_until_ready(in_host_memory(tree))
 
 
 def missing_devices(job: Job, state: JobState) -> frozenset[DeviceId]:
@@ -196,6 +215,8 @@ def drop_edges(job: Job, state: JobState, source: ModelStage) -> None:
 
 def stage_params(job: Job, state: JobState, stage: ModelStage) -> Params:
     """The weights with which a GENERATE or SCORE stage runs now."""
+    if stage in state.at_work:
+        return state.at_work[stage]
     if stage in state.frozen:
         return state.frozen[stage]
     return state.edges[stage][1]

@@ -19,6 +19,7 @@ from nereus_jax.runtime import host
 from nereus_jax.runtime.dispatch import Arrays, Finished, Work, run_wave
 from nereus_jax.runtime.faults import check_devices, watch
 from nereus_jax.trainer.job import GREEDY, Job
+from nereus_jax.trainer.parked import bring, is_parked, put_away
 from nereus_jax.trainer.rollouts import (
     PromptBatch,
     assemble,
@@ -44,11 +45,13 @@ class StepResult:
       job: the run; its room for responses may have grown.
       values: the workflow's values by name.
       spans: when each model-stage ran.
+      parking: when parked state came to devices, and went.
     """
 
     job: Job
     values: Values
     spans: tuple[Span, ...]
+    parking: tuple[Span, ...] = ()
 
 
 def run_step(job: Job, state: JobState, prompts: PromptBatch) -> StepResult:
@@ -57,24 +60,30 @@ def run_step(job: Job, state: JobState, prompts: PromptBatch) -> StepResult:
     Calls of one wave run together where their devices are disjoint.
     """
     values: Values = {"prompts": prompts}
-    spans: list[Span] = []
+    ran: list[Finished] = []
+    state.at_work.clear()  # of a step that was broken off
     for wave in job.workflow.waves():
-        made, ran = _run_wave(job, state, values, wave)
+        made, ended = _run_wave(job, state, values, wave)
+        ran += ended
         while any(isinstance(x, Rollout) and outgrows(job, x) for x in made.values()):
             job = with_more_room(job)
-            made, again = _run_wave(job, state, values, wave)
-            ran += again
+            made, ended = _run_wave(job, state, values, wave)
+            ran += ended
         rollouts = [x for x in made.values() if isinstance(x, Rollout)]
         job = job.with_room(max([r.response_width for r in rollouts], default=job.room))
         values |= made
-        spans += ran
-    return StepResult(job=job, values=values, spans=tuple(spans))
+    return StepResult(
+        job=job,
+        values=values,
+        spans=tuple(x.span for x in ran),
+        parking=tuple(span for x in ran for span in x.parking),
+    )
 
 
 def _run_wave(
     job: Job, state: JobState, values: Values, wave: tuple[Call, ...]
-) -> tuple[Values, list[Span]]:
-    """What the calls of a wave make, by name, and when its model-stages ran."""
+) -> tuple[Values, list[Finished]]:
+    """What the calls of a wave make, by name, and how its model-stages ran."""
     check_devices(job.world, state.arrays(), state.views)
     stage_calls = [c for c in wave if isinstance(c, StageCall)]
     host_calls = [c for c in wave if isinstance(c, HostCall)]
@@ -86,14 +95,11 @@ def _run_wave(
         if call.model_stage.stage is Stage.TRAIN:
             drop_edges(job, state, call.model_stage)
     meanwhile = functools.partial(_run_host_calls, job, state, host_calls, values, made)
-    spans: list[Span] = []
     with watch(job.world, functools.partial(missing_devices, job, state)):
         finished = run_wave(tuple(works.values()), state.counters.step, meanwhile)
         for call in works:
-            result = finished[call.name]
-            made[call.outputs[0]] = _collect(job, state, values, call, result)
-            spans.append(result.span)
-    return made, spans
+            made[call.outputs[0]] = _collect(job, state, values, call, finished[call.name])
+    return made, [finished[call.name] for call in works]
 
 
 def _run_host_calls(
@@ -123,7 +129,15 @@ def _work(job: Job, state: JobState, values: Values, call: StageCall) -> Work:
         launches = (lambda: _launch_score(job, state, values, call),)
     else:
         launches = _train_launches(job, state, values["batch"], stage)
-    return Work(name=call.name, devices=devices, launches=launches)
+    if not is_parked(job, stage):
+        return Work(name=call.name, devices=devices, launches=launches)
+    return Work(
+        name=call.name,
+        devices=devices,
+        launches=launches,
+        bring=functools.partial(bring, job, state, stage),
+        put_away=functools.partial(put_away, job, state, stage),
+    )
 
 
 def _prompts(job: Job, values: Values, call: StageCall) -> PromptBatch:

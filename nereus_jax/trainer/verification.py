@@ -10,6 +10,7 @@ from nereus_jax.core.roles import ModelStage
 from nereus_jax.runtime import host
 from nereus_jax.runtime.digests import compare_digests, state_digests
 from nereus_jax.runtime.emu import ElasticModelUnit, Params, group_arrays, group_site
+from nereus_jax.runtime.parking import on_devices
 from nereus_jax.runtime.train_state import flatten, unit_leaves
 from nereus_jax.trainer.job import Job
 from nereus_jax.trainer.state import JobState
@@ -51,7 +52,8 @@ def fingerprints(job: Job, state: JobState, how: str) -> Fingerprints:
         return {}
     found: dict[ModelStage, Mapping[str, Any]] = {}
     for stage in state_stages(job):
-        spec, arrays = unit_spec(job, stage), state_arrays(job, state, stage)
+        # What is parked comes to its devices one model-stage after the other, as in a step.
+        spec, arrays = unit_spec(job, stage), on_devices(state_arrays(job, state, stage))
         digests = state_digests(job.sites[stage], spec, arrays, job.programs)
         if how == "digest":
             found[stage] = digests

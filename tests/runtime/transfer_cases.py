@@ -12,8 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nereus_jax.core.devices import DeviceId
 from nereus_jax.planning.transfers import plan_transfer
+from nereus_jax.runtime.parking import is_parked
 from nereus_jax.runtime.tilings import Tiler
-from nereus_jax.runtime.transfers import Path, Transfer, is_parked
+from nereus_jax.runtime.transfers import Path, Transfer
 from nereus_jax.runtime.world import take_stock
 from nereus_jax.testing import collective_wire_bytes
 

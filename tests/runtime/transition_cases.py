@@ -18,8 +18,9 @@ from nereus_jax.core.transition import TransitionGraph, Unit
 from nereus_jax.planning.transition_graph import plan_transition
 from nereus_jax.planning.transition_inputs import MOVING_WAYS, StageState, TransitionBudget
 from nereus_jax.runtime.emu import ElasticModelUnit, group_site, load, make_site, units_of
+from nereus_jax.runtime.parking import HOST_MEMORY
 from nereus_jax.runtime.transfers import Transfer
-from nereus_jax.runtime.transitions import HOST_MEMORY, Batch, batches
+from nereus_jax.runtime.transitions import Batch, batches
 from nereus_jax.runtime.world import World
 from nereus_jax.trainer.edges import make_transfer
 from tests.runtime.transfer_cases import check_same, noise

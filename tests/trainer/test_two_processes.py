@@ -10,12 +10,12 @@ from nereus_jax.rl.rollout import Rollout
 from nereus_jax.runtime.checkpoint_files import finished_steps
 
 LOSS_BOUND, LOGPROB_BOUND = 1e-5, 1e-4
-# TRAIN over both processes with a pipeline between them, edges that change sides.
+# TRAIN over both processes with a pipeline between them, edges that change sides, parked state.
 SPANNING_PLAN = (
-    "plan.actor-TRAIN=dp=2,pp=2,tp=2",
+    "plan.actor-TRAIN=dp=2,pp=2,tp=2,parked",
     "plan.critic-TRAIN=dp=1,pp=2,tp=2,devices=4-7",
-    "plan.actor-GENERATE=dp=2,pp=1,tp=2,devices=2-5",
-    "plan.reference-SCORE=dp=2,pp=1,tp=2,devices=0-3",
+    "plan.actor-GENERATE=dp=2,pp=1,tp=2,parked,devices=2-5",
+    "plan.reference-SCORE=dp=2,pp=1,tp=2,parked,devices=0-3",
     "plan.critic-SCORE=dp=2,pp=1,tp=1,devices=1-2",
 )
 
