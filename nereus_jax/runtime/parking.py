@@ -23,6 +23,11 @@ def is_parked(sharding: Sharding | None) -> bool:
     return sharding.memory_kind != _own_memory(sharding)
 
 
+def unparked(sharding: Sharding) -> Sharding:
+    """The same sharding in the memory of the devices."""
+    return sharding.with_memory_kind(_own_memory(sharding))
+
+
 def in_host_memory(tree: Tree) -> Tree:
     """The same arrays in the memory of the hosts of their devices; it does not wait for them."""
     return jax.tree.map(lambda x: _in_memory(x, HOST_MEMORY), tree)

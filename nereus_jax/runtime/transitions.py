@@ -247,7 +247,7 @@ def _carry_out(
         return _transfer(batch, held, transfers[batch.operations[0]])
     if batch.kind in (OperationKind.PARK, OperationKind.UNPARK):
         return [
-            in_memory_of(held[old], new)
+            dataclasses.replace(unit_in_memory(held[old], parked=new.parked), unit=new)
             for old, new in zip(batch.consumed, batch.targets, strict=True)
         ]
     if batch.kind is OperationKind.RESTORE:
@@ -277,24 +277,16 @@ def _transfer(
     ]
 
 
-def in_memory_of(old: ElasticModelUnit, new: Unit) -> ElasticModelUnit:
-    """A unit's blocks in the memory of the hosts, or back in that of the devices."""
-    blocks = {
-        leaf: {d: block_in_memory(x, parked=new.parked) for d, x in of.items()}
-        for leaf, of in old.blocks.items()
-    }
-    return ElasticModelUnit(unit=new, blocks=blocks, version=old.version)
-
-
-def unit_on_devices(unit: ElasticModelUnit) -> ElasticModelUnit:
-    """A unit whose blocks may be parked, with those that are left in the memory of the devices."""
+def unit_in_memory(old: ElasticModelUnit, *, parked: bool) -> ElasticModelUnit:
+    """A unit with those of its blocks that are left in host memory, or in that of the devices."""
 
     def move(block: jax.Array) -> jax.Array:
-        gone = block.is_deleted() or not is_parked(block.sharding)
-        return block if gone else block_in_memory(block, parked=False)
+        there = block.is_deleted() or is_parked(block.sharding) == parked
+        return block if there else block_in_memory(block, parked=parked)
 
-    blocks = {leaf: {d: move(x) for d, x in of.items()} for leaf, of in unit.blocks.items()}
-    return dataclasses.replace(unit, blocks=blocks)
+    blocks = {leaf: {d: move(x) for d, x in of.items()} for leaf, of in old.blocks.items()}
+    unit = dataclasses.replace(old.unit, parked=parked)
+    return ElasticModelUnit(unit=unit, blocks=blocks, version=old.version)
 
 
 def _is_ready(unit: ElasticModelUnit) -> bool:

@@ -10,7 +10,7 @@ from nereus_jax.core.roles import ModelStage
 from nereus_jax.core.transition import Unit, placed_units
 from nereus_jax.runtime.emu import ElasticModelUnit, group_arrays
 from nereus_jax.runtime.train_state import OptimizerCounters, unflatten
-from nereus_jax.runtime.transitions import UnitsByStage, in_memory_of
+from nereus_jax.runtime.transitions import UnitsByStage, unit_in_memory
 from nereus_jax.trainer.job import Job, make_job
 from nereus_jax.trainer.plan_change import PlanChange
 from nereus_jax.trainer.state import JobState
@@ -66,13 +66,15 @@ def job_of_units(
     before: JobState,
     numbers: Mapping[ModelStage, OptimizerCounters],
 ) -> tuple[Job, JobState]:
-    """A job as intact units make it, after a transition that stopped half way.
+    """A job as intact units make it, after a transition that stopped half way, with what has been
+    waiting in host memory meanwhile.
 
     Args:
       job: under the plan that was to be left or to be reached.
       choices: how its model-stages run meanwhile.
       units: what is intact; at least one of every model-stage that holds state.
-      before: the state that the transition began with, for the run's counters.
+      before: what the transition left of the state that it began with: the run's counters, and
+        what it did not touch.
       numbers: the optimizers' counters.
 
     Returns:
@@ -90,8 +92,8 @@ def job_of_units(
     execution = ExecutionPlan(plan=Plan(placements=placements), choices=choices)
     between = make_job(job.config, job.inputs, job.world, execution, job.programs)
     between = between.with_room(job.room)
-    state = JobState(counters=before.counters, trained={}, frozen={})
-    frozen = {}
+    state = JobState(counters=before.counters, trained=dict(before.trained), frozen={})
+    frozen = dict(before.frozen)
     for stage, group in chosen.items():
         arrays = group_arrays(job.world, between.sites[stage], unit_spec(between, stage), group)
         if stage in between.trains:
@@ -118,5 +120,5 @@ def _largest_group(held: Mapping[Unit, ElasticModelUnit]) -> list[ElasticModelUn
             group.append(x)
     largest = max(groups.values(), key=len)
     if parked:
-        largest = [in_memory_of(x, dataclasses.replace(x.unit, parked=False)) for x in largest]
+        largest = [unit_in_memory(x, parked=False) for x in largest]
     return largest

@@ -26,9 +26,11 @@ def make_memory(session: Session, state: JobState, error: OutOfMemoryError) -> b
     if not state.updating and not decision.by_checkpoint:
         if schedule.decided is None:
             begin_move(session, state.counters.step, decision)
-        schedule.hurries = True  # the step cannot be made while programs are compiled
-        change_as_scheduled(session, state)
-        return True
+        if schedule.decided is not None:
+            schedule.hurries = True  # the step cannot be made while programs are compiled
+            change_as_scheduled(session, state)
+            return True
+        # There is no way to it with what the devices hold: the state goes through a checkpoint.
     session.store.wait()
     if state.updating and session.store.latest_step() is None:
         return False

@@ -55,12 +55,6 @@ def weights_at_work(job: Job, state: JobState, stage: ModelStage) -> Iterator[Pa
         put_away(job, state, stage)
 
 
-def bring_all(state: JobState) -> None:
-    """All state comes to the devices, for a change of plan."""
-    state.trained = on_devices(state.trained)
-    state.frozen = on_devices(dict(state.frozen))
-
-
 def put_all_away(job: Job, state: JobState) -> None:
     """What the plan parks goes to host memory, after a change of plan or a resume."""
     state.trained = {s: as_planned(job, s, x) for s, x in state.trained.items()}

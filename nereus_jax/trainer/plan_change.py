@@ -18,7 +18,7 @@ from nereus_jax.core.errors import DigestError
 from nereus_jax.core.hardware import Hardware
 from nereus_jax.core.roles import ModelStage
 from nereus_jax.core.timeline import Span
-from nereus_jax.core.transition import RecoverySource, TransitionGraph, Way, placed_units
+from nereus_jax.core.transition import TransitionGraph, Way, placed_units
 from nereus_jax.planning.hardware import (
     CPU_EMULATED,
     hardware_of_kind,
@@ -26,18 +26,16 @@ from nereus_jax.planning.hardware import (
     parse_hardware,
 )
 from nereus_jax.planning.transition_graph import plan_transition
-from nereus_jax.planning.transition_inputs import MOVING_WAYS, StageState, TransitionBudget
+from nereus_jax.planning.transition_inputs import MOVING_WAYS, TransitionBudget
 from nereus_jax.runtime import host
 from nereus_jax.runtime.compile_queue import CompileQueue
 from nereus_jax.runtime.emu import (
     ElasticModelUnit,
-    Params,
     Site,
     group_arrays,
     group_site,
     units_of,
 )
-from nereus_jax.runtime.engines.train import TrainState
 from nereus_jax.runtime.faults import watch
 from nereus_jax.runtime.programs import Recipe
 from nereus_jax.runtime.train_state import (
@@ -54,13 +52,13 @@ from nereus_jax.runtime.transitions import (
     TransitionStopped,
     batches,
     execute,
-    unit_on_devices,
+    unit_in_memory,
 )
 from nereus_jax.trainer.compilation import digest_recipes, step_recipes
 from nereus_jax.trainer.edges import make_transfer
 from nereus_jax.trainer.job import Job
-from nereus_jax.trainer.parked import bring_all
-from nereus_jax.trainer.state import Counters, JobState
+from nereus_jax.trainer.stage_states import coming, stage_states, waiting
+from nereus_jax.trainer.state import JobState
 from nereus_jax.trainer.verification import (
     fingerprints,
     state_arrays,
@@ -87,6 +85,7 @@ class PlanChange:
       graph: what is to be done.
       transfers: for each batch of operations that moves, by its first operation.
       planned_s: seconds of planning.
+      waiting: model-stages that take no part: they are in host memory before and after.
     """
 
     old: Job
@@ -94,6 +93,7 @@ class PlanChange:
     graph: TransitionGraph
     transfers: Mapping[int, Transfer]
     planned_s: float
+    waiting: frozenset[ModelStage] = frozenset()
 
     def compile_in(self, queue: CompileQueue) -> None:
         """Compiles in the background what moves."""
@@ -156,37 +156,6 @@ def live_hardware(job: Job) -> Hardware:
     return parse_hardware(json.loads(host.broadcast_text(measured)), CPU_EMULATED)
 
 
-def stage_states(job: Job, new: Job | None = None) -> dict[ModelStage, StageState]:
-    """What the units of every model-stage consist of.
-
-    Args:
-      job: as it is.
-      new: as it is to be; None: the same.
-    """
-    origins = {edge.target: edge.source for edge in job.workflow.weight_edges}
-    states: dict[ModelStage, StageState] = {}
-    for stage in job.sites:
-        kv_heads = job.decoder(stage).num_kv_heads
-        if stage in job.trains:
-            engine = job.trains[stage]
-            states[stage] = StageState(
-                parameters=parameter_leaves(engine),
-                optimizer=optimizer_leaves(engine, engine.spec),
-                num_kv_heads=kv_heads,
-                zero1=engine.zero1,
-                zero1_after=new.trains[stage].zero1 if new is not None else None,
-            )
-        else:
-            frozen = stage not in origins
-            states[stage] = StageState(
-                parameters=job.model_spec(stage),
-                num_kv_heads=kv_heads,
-                refreshed_by=origins.get(stage),
-                recovery=(RecoverySource.CHECKPOINT,) if frozen else (),
-            )
-    return states
-
-
 def plan_change(
     old: Job, new: Job, hardware: Hardware, *, lost: Iterable[DeviceId] = ()
 ) -> PlanChange:
@@ -212,7 +181,12 @@ def plan_change(
         capacity_bytes=capacity, ways=WAYS[config.transition.way], buffer_bytes=0
     )
     graph = plan_transition(
-        stage_states(old, new), old.plan, new.plan, hardware=hardware, budget=budget, lost=gone
+        stage_states(old, new, lost=gone),
+        old.plan,
+        new.plan,
+        hardware=hardware,
+        budget=budget,
+        lost=gone,
     )
     stateful = state_stages(old)
     transfers = {
@@ -221,7 +195,14 @@ def plan_change(
         if batch.moves and batch.model_stage in stateful
     }
     planned_s = time.perf_counter() - start_s
-    return PlanChange(old=old, new=new, graph=graph, transfers=transfers, planned_s=planned_s)
+    return PlanChange(
+        old=old,
+        new=new,
+        graph=graph,
+        transfers=transfers,
+        planned_s=planned_s,
+        waiting=waiting(old, new),
+    )
 
 
 def _batch_transfer(old: Job, new: Job, batch: Batch, lost: frozenset[DeviceId]) -> Transfer:
@@ -259,9 +240,10 @@ def carry_out(
 ) -> Changed:
     """Carries out a transition and verifies it.
 
-    All state comes to the devices first, also what the plans park. The old state stays as it is
-    where memory allows, until the new one is verified: an error leaves the job running as before.
-    Else operations free what they destroy.
+    What waits in host memory under both plans stays there; what else is parked comes to devices,
+    and is put away again by the caller (`put_all_away`). The old state stays as it is where memory
+    allows, until the new one is verified: an error leaves the job running as before. Else
+    operations free what they destroy.
 
     Args:
       change: what to do.
@@ -283,16 +265,15 @@ def carry_out(
     counters = {
         s: read_counters(old.trains[s], x, old.world, state.views) for s, x in state.trained.items()
     }
-    if not graph.lost:  # an array that has lost blocks comes block by block
-        bring_all(state)
-    units = _units(old, state)
+    units = _units(change, state)
     if graph.lost and how != "off":
         how, before = "digest", surviving_fingerprints(old, units, graph.lost)
     else:
         before = fingerprints(old, state, how)
     keep_old = graph.old_state_fits and not graph.lost
     if not keep_old:
-        state.trained, state.frozen = {}, {}
+        state.trained = {s: x for s, x in state.trained.items() if s in change.waiting}
+        state.frozen = {s: x for s, x in state.frozen.items() if s in change.waiting}
     run = functools.partial(
         execute, old.world, graph, transfers=change.transfers, restore=restore, observe=observe
     )
@@ -305,7 +286,7 @@ def carry_out(
         units, first = error.to_lists(), error.operations
     if executed is None:  # what exists is in neither plan, but is whole: the rest may go through
         executed = run(units=units, step=step, first=first)
-    moved = _assembled(new, executed, counters, state.counters)
+    moved = _assembled(change, executed, counters, state)
     try:
         with watch(new.world):
             verify(new, moved, before, how)
@@ -336,27 +317,33 @@ def carry_out(
     return Changed(state=moved, spans=(whole, *executed.spans), row=row)
 
 
-def _units(job: Job, state: JobState) -> dict[ModelStage, list[ElasticModelUnit]]:
-    """The units of the model-stages that hold state."""
+def _units(change: PlanChange, state: JobState) -> dict[ModelStage, list[ElasticModelUnit]]:
+    """The units of the model-stages that hold state, but for those that wait.
+
+    They are in host memory where the graph takes them from there, else on devices.
+    """
+    job, arriving = change.old, coming(change.old, change.graph.lost)
     units: dict[ModelStage, list[ElasticModelUnit]] = {}
-    for stage in state.trained:
-        version = state.counters.version_of(stage)
+    for stage in (*state.trained, *state.frozen):
+        if stage in change.waiting:
+            continue
+        version = state.counters.version_of(stage) if stage in state.trained else 0
         arrays = state_arrays(job, state, stage)
-        units[stage] = list(units_of(job.world, job.sites[stage], arrays, version, state.views))
-    for stage, params in state.frozen.items():
-        units[stage] = list(units_of(job.world, job.sites[stage], params, views=state.views))
-    return {stage: [unit_on_devices(u) for u in held] for stage, held in units.items()}
+        held = units_of(job.world, job.sites[stage], arrays, version, state.views)
+        units[stage] = [unit_in_memory(unit, parked=stage in arriving) for unit in held]
+    return units
 
 
 def _assembled(
-    new: Job,
+    change: PlanChange,
     executed: Executed,
     optimizer_counters: Mapping[ModelStage, OptimizerCounters],
-    counters: Counters,
+    old: JobState,
 ) -> JobState:
-    """The state of the new plan, made of the units' buffers."""
-    trained: dict[ModelStage, TrainState] = {}
-    frozen: dict[ModelStage, Params] = {}
+    """The state of the new plan, made of the units' buffers, and what has been waiting."""
+    new, waits = change.new, change.waiting
+    trained = {s: x for s, x in old.trained.items() if s in waits}
+    frozen = {s: x for s, x in old.frozen.items() if s in waits}
     for stage, held in executed.units.items():
         site, spec = new.sites[stage], unit_spec(new, stage)
         wanted = placed_units(stage, site.placement)
@@ -366,4 +353,4 @@ def _assembled(
         else:
             frozen[stage] = arrays
     order = [s for s in new.trains if s in trained]
-    return JobState(counters=counters, trained={s: trained[s] for s in order}, frozen=frozen)
+    return JobState(counters=old.counters, trained={s: trained[s] for s in order}, frozen=frozen)

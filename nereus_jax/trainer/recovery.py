@@ -50,7 +50,7 @@ from nereus_jax.trainer.session import (
 )
 from nereus_jax.trainer.state import JobState, missing_devices
 from nereus_jax.trainer.surviving_plan import surviving_plan
-from nereus_jax.trainer.verification import state_stages
+from nereus_jax.trainer.verification import holds_state, state_stages
 
 MAX_ATTEMPTS = 3
 """Times that a transition which stopped half way is taken up again from what is intact."""
@@ -109,7 +109,7 @@ def _change(session: Session, state: JobState, change: PlanChange) -> Mapping[st
         try:
             changed = carry_out(change, state, restore=restore, observe=session.observe)
         except DigestError as error:
-            if state.trained:
+            if holds_state(change.old, state):
                 session.outputs.message(f"the change of plan was undone: {error}")
                 return None
             back = change.new if change.graph.lost else change.old
@@ -122,7 +122,7 @@ def _change(session: Session, state: JobState, change: PlanChange) -> Mapping[st
                     f"run the same command again for each process, or with --elastic, which does "
                     f"so by itself"
                 ) from error
-            if state.trained:
+            if holds_state(change.old, state):
                 session.outputs.message(f"the old plan goes on: {error}")
                 check_devices(session.job.world, state.arrays(), state.views)
                 return None
@@ -163,7 +163,8 @@ def _again(
       DevicesLostError: devices are gone, or a model-stage has no intact unit.
     """
     lost = error.lost | probe(change.old.world)
-    forms = {s: form_of(change, error.operations, s) for s in state_stages(change.new)}
+    moving = [s for s in state_stages(change.new) if s not in change.waiting]
+    forms = {s: form_of(change, error.operations, s) for s in moving}
     missing = [s for s, form in forms.items() if not has_whole(form, error.units, s)]
     if missing:
         raise DevicesLostError(f"{error}; nothing is intact of {missing[0]}", lost) from error
@@ -210,7 +211,8 @@ def _without(session: Session, state: JobState, error: DevicesLostError) -> None
         f"{error}; going on with {len(world.pool)} of {len(job.world.pool)} devices"
     )
     execution, by_checkpoint = _plan_without(session, world.pool, lost)
-    stays = execution == job.execution and bool(state.trained) and not state.updating
+    whole = holds_state(job, state)
+    stays = execution == job.execution and whole and not state.updating
     if session.adaptation is not None and stays:
         # The plan does without them, and what was under way is planned without them.
         session.job = dataclasses.replace(job, world=world)
@@ -225,7 +227,7 @@ def _without(session: Session, state: JobState, error: DevicesLostError) -> None
     try:
         if state.updating:
             raise LostStateError("an update of the step had begun")
-        if not state.trained:
+        if not whole:
             raise LostStateError("a transition had given up the old state")
         if by_checkpoint and session.store.latest_step() is not None:
             raise LostStateError("so the controller has decided")

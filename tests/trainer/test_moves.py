@@ -237,6 +237,26 @@ def test_the_controller_is_told_of_a_step_that_has_no_memory(
             raise AssertionError("the controller was asked without end")
 
 
+def test_a_move_for_memory_without_a_way_goes_through_a_checkpoint(
+    programs: ProgramCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(session: Session, state: JobState) -> None:
+        raise OutOfMemoryError("no room for so many tokens", 40)
+
+    def no_way(*arguments: Any) -> PlanChange:
+        raise InfeasiblePlanError("both ends do not fit")
+
+    monkeypatch.setattr(loop, "_one_step", full)
+    monkeypatch.setattr(moves, "plan_change", no_way)
+    with controlled(tmp_path, programs, monkeypatch) as (session, state, script):
+        before, target = logical(session.job, state), moved(session.job, [2, 3, 6, 7], 2, 2)
+        script.decisions.append(to(target))
+        loop.step_or_move(session, state)
+        assert session.job.execution == target
+        assert logical(session.job, state) == before  # of this very step
+        assert session.store.latest_step() == 0 and session.schedule.decided is None
+
+
 def test_what_cannot_be_begun_is_decided_anew_at_once(
     programs: ProgramCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
