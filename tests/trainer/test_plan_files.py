@@ -85,7 +85,6 @@ def test_without_a_file_choices_are_those_of_the_configuration() -> None:
         ("critic-SCORE", None, ["critic-SCORE is missing"]),
         ("reward-SCORE", ON_ONE | {"dp": 1, "devices": ["0:0"]}, ["reward-SCORE is no part"]),
         ("critic-TRAIN", {"devices": ["1:4"]}, ["critic-TRAIN is placed on 1:4", "pool of 8"]),
-        ("critic-TRAIN", {"parked": True}, ["critic-TRAIN: parked", "--no-park"]),
         ("critic-TRAIN", {"microbatch_size": 3}, ["microbatch_size=3", "allowed: 1, 2, 4, 8"]),
         ("actor-TRAIN", {"microbatches": 3}, ["microbatches=3", "allowed: 0 (all), 1, 2, 4"]),
         ("critic-SCORE", {"microbatch_size": 5}, ["5 does not divide the 16 rows of a replica"]),
@@ -158,11 +157,12 @@ def test_choices_change_with_the_plan_and_no_bit_of_the_state(
 
 def test_a_change_to_a_file_that_cannot_run_names_its_step(tmp_path: Path) -> None:
     path = tmp_path / "later.json"
-    path.write_text(json.dumps({**PLAN, "critic-TRAIN": PLAN["critic-TRAIN"] | {"parked": True}}))
+    wrong = PLAN["critic-TRAIN"] | {"microbatch_size": 3}
+    path.write_text(json.dumps({**PLAN, "critic-TRAIN": wrong}))
     config = config_of(tmp_path)
     config.plan_changes["2"] = str(path)
     job = job_of(config)
-    with pytest.raises(NereusError, match=r"plan_changes\.2 \(.*later\.json\): critic-TRAIN: park"):
+    with pytest.raises(NereusError, match=r"plan_changes\.2 \(.*later\.json\): critic-TRAIN: micro"):
         make_schedule(job, scheduled_jobs(job))
 
 
