@@ -141,6 +141,7 @@ SHORT = {"prompt": 256, "response": 768}
 
 MEDIUM = {"prompt": 512, "response": 1024}
 BRIEF = {"prompt": 128, "response": 384}
+EVEN = {"prompt": 512, "response": 512}
 
 H100_FIT: tuple[Program, ...] = (
     _large("actor-TRAIN", (1, 1, 8), 8, 1, remat=True),
@@ -170,6 +171,14 @@ H100_FIT: tuple[Program, ...] = (
     _large("reference-SCORE", (1, 1, 1), 32, 32, **BRIEF),
     _large("critic-SCORE", (1, 1, 2), 32, 32),
     _large("critic-SCORE", (1, 1, 4), 64, 64, **SHORT),
+    _large("actor-SCORE", (1, 8, 1), 64, 2, **EVEN),
+    _large("actor-SCORE", (1, 8, 1), 64, 1, **EVEN),
+    _large("critic-SCORE", (1, 8, 1), 64, 2, **EVEN),
+    _large("actor-SCORE", (1, 4, 1), 32, 2, **EVEN),
+    _large("actor-SCORE", (1, 2, 1), 16, 2, **EVEN),
+    _large("actor-SCORE", (1, 2, 4), 64, 8, **EVEN),
+    _large("critic-SCORE", (1, 4, 2), 64, 4, **EVEN),
+    _large("reference-SCORE", (1, 4, 1), 32, 8, **EVEN),
     _large("actor-GENERATE", (1, 1, 2), 16, 16),
     _large("actor-GENERATE", (1, 1, 8), 64, 64, **SHORT),
     _large("actor-GENERATE", (1, 2, 2), 32, 16),

@@ -275,6 +275,7 @@ def _score_layers(terms: Terms, coefficients: Coefficients) -> _LayerBytes:
     layer = layer + c.layer_weights * terms.layer_weight_bytes
     hidden = np.where(terms.piped, c.piped_hidden, c.hidden) * terms.stream
     hidden = hidden * terms.candidates.microbatches
+    layer = layer + c.ticks * terms.tick_stream
     return _LayerBytes(kept=c.flush * terms.flush_stream, layer=layer, hidden=hidden)
 
 

@@ -61,6 +61,7 @@ class ScoreCoefficients:
       whole_logits: more of them where one chunk is all.
       head_weight: the vocabulary projection in float32.
       flush: [tokens, D] of all microbatches of a pipeline flush.
+      ticks: [tokens, D] of all ticks of it, while its layers run.
     """
 
     scores: float
@@ -76,6 +77,7 @@ class ScoreCoefficients:
     whole_logits: float
     head_weight: float
     flush: float
+    ticks: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,6 +154,7 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
             whole_logits=0.200,
             head_weight=0.556,
             flush=2.266,
+            ticks=0.000,
         ),
         generate=GenerateCoefficients(
             refilled_cache=0.000,
@@ -186,7 +189,8 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
         score=ScoreCoefficients(
             # Small microbatches say little of what a layer works with: these follow from what must
             # be there, float32 scores with bfloat16 weights beside them, queries and output, the
-            # stream, one layer's weights; seven programs of 8 to 64 rows bear them out.
+            # stream, one layer's weights; seven programs of 8 to 64 rows bear them out. So do the
+            # rows of a pipeline flush, and beside them what every tick gives while its layers run.
             scores=1.500,
             many_scores=0.000,
             blocks=2.000,
@@ -195,11 +199,12 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
             streams=1.000,
             layer_weights=1.000,
             hidden=1.000,
-            piped_hidden=0.039,
+            piped_hidden=0.000,
             logits=2.162,
             whole_logits=0.200,
             head_weight=1.216,
-            flush=1.321,
+            flush=1.000,
+            ticks=1.000,
         ),
         generate=GenerateCoefficients(
             refilled_cache=0.914,
