@@ -105,6 +105,7 @@ def enumerate_candidates(
     *,
     tp_across_nodes: bool = False,
     degrees: tuple[int, int] | None = None,
+    zero1: bool | None = None,
 ) -> Candidates:
     """Every way to run a model-stage on at most so many devices.
 
@@ -126,23 +127,23 @@ def enumerate_candidates(
       num_devices: most devices of a candidate.
       tp_across_nodes: allow tensor parallelism over the slow links.
       degrees: the only (pp, tp), wherever their ranks lie; None: all that are possible.
+      zero1: whether replicas of TRAIN share the optimizer's state; None: both ways.
     """
     stage = model_stage.stage
     rows = min(workload.minibatch_size, workload.rows) if stage is Stage.TRAIN else workload.rows
     cells = make_cells(num_devices, hardware.devices_per_node)
     widths = tuple(cells.widths)
-    layouts: list[tuple[int, int, int]] = []
-    cuts: list[Ints] = []
+    degrees_of: list[tuple[int, int]] = []
+    parts: list[Ints] = [np.empty((0, 4), np.int64)]
     tps = _tensor_degrees(model, hardware, num_devices, tp_across_nodes)
     for tp in tps if degrees is None else degrees[1:]:
         pps = _pipeline_degrees(model.num_layers, num_devices // tp)
         for pp in pps if degrees is None else degrees[:1]:
-            for dp in _data_degrees(rows, widths, tp * pp, stage):
-                layouts.append((dp, pp, tp))
-                cuts.append(_cuts(-(-rows // dp), pp, stage))
-    repeats = np.array([len(c) for c in cuts], np.int64)
-    dp, pp, tp = np.array(layouts, np.int64).reshape(-1, 3).repeat(repeats, axis=0).T
-    size, flush, flushes = np.concatenate([np.empty((0, 3), np.int64), *cuts]).T
+            degrees_of.append((pp, tp))
+            parts.append(_replicas(rows, _data_degrees(rows, widths, tp * pp, stage), pp, stage))
+    repeats = np.array([len(part) for part in parts[1:]], np.int64)
+    pp, tp = np.array(degrees_of, np.int64).reshape(-1, 2).repeat(repeats, axis=0).T
+    dp, size, flush, flushes = np.concatenate(parts).T
     off = np.zeros(len(dp), np.bool_)
     plain = Candidates(
         dp=dp.copy(),
@@ -154,17 +155,21 @@ def enumerate_candidates(
         remat=off,
         zero1=off,
     )
-    return _with_memory_choices(plain) if stage is Stage.TRAIN else plain
+    return _with_memory_choices(plain, zero1) if stage is Stage.TRAIN else plain
 
 
-def _with_memory_choices(plain: Candidates) -> Candidates:
-    """Each candidate with and without recomputation, and with and without ZeRO-1 where dp > 1."""
-    count = len(plain)
-    index = np.arange(4 * count) % count
-    remat = np.array([False, True, False, True]).repeat(count)
-    zero1 = np.array([False, False, True, True]).repeat(count)
-    all_four = dataclasses.replace(plain.take(index), remat=remat, zero1=zero1)
-    return all_four.take(~zero1 | (all_four.dp > 1))
+def _with_memory_choices(plain: Candidates, zero1: bool | None) -> Candidates:
+    """Each candidate with and without recomputation, and with or without ZeRO-1 where dp > 1."""
+    several = plain.dp > 1
+    whole = np.flatnonzero(~several) if zero1 else np.arange(len(plain))
+    split = np.arange(0) if zero1 is False else np.flatnonzero(several)
+    each = (whole, whole, split, split)
+    repeats = [len(index) for index in each]
+    return dataclasses.replace(
+        plain.take(np.concatenate(each)),
+        remat=np.array([False, True, False, True]).repeat(repeats),
+        zero1=np.array([False, False, True, True]).repeat(repeats),
+    )
 
 
 def _tensor_degrees(
@@ -200,6 +205,14 @@ def shortest_splits(total: int, limit: int) -> tuple[int, ...]:
     for parts in range(1, limit + 1):
         sizes.setdefault(-(-total // parts), parts)
     return tuple(sizes.values())
+
+
+@functools.lru_cache(maxsize=4096)
+def _replicas(rows: int, dps: tuple[int, ...], pp: int, stage: Stage) -> Ints:
+    """[N, 4] dp, and the cuts of a replica of it."""
+    cuts = [_cuts(-(-rows // dp), pp, stage) for dp in dps]
+    numbers = np.repeat(np.array(dps, np.int64), [len(cut) for cut in cuts])
+    return np.column_stack([numbers, np.concatenate([np.empty((0, 3), np.int64), *cuts])])
 
 
 @functools.lru_cache(maxsize=65536)

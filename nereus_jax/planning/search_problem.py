@@ -129,7 +129,7 @@ def stage_candidates(problem: PlanProblem, stage: ModelStage) -> Candidates:
     `zero1=False` has it.
     """
     p, model = problem, problem.models[stage.role]
-    every = enumerate_candidates(
+    return enumerate_candidates(
         model,
         stage,
         p.workload,
@@ -137,10 +137,8 @@ def stage_candidates(problem: PlanProblem, stage: ModelStage) -> Candidates:
         p.num_devices,
         tp_across_nodes=p.tp_across_nodes,
         degrees=p.degrees.get(stage),
+        zero1=p.zero1,
     )
-    if stage.stage is not Stage.TRAIN:
-        return every
-    return every.take(every.zero1 | (every.dp == 1) if p.zero1 else ~every.zero1)
 
 
 def head_memories(
