@@ -43,7 +43,7 @@ ROWS, PROMPT, MICROBATCH = 32, 16, 4
 STAGES = (ACTOR_GENERATE, REFERENCE_SCORE, ACTOR_TRAIN)
 NOISE = 0.10
 """Relative deviation of a time on shared cores from what any model could say of it."""
-SPLITS = 20
+SPLITS, REPEATS = 20, 15
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -252,7 +252,9 @@ def main() -> None:
     load = os.getloadavg()[0]
     hardware = load_hardware(CPU_EMULATED, emulated_devices=DEVICES)
     points = measure(
-        LAYOUTS[:2] if quick else LAYOUTS, RESPONSES[:2] if quick else RESPONSES, 1 if quick else 5
+        LAYOUTS[:2] if quick else LAYOUTS,
+        RESPONSES[:2] if quick else RESPONSES,
+        1 if quick else REPEATS,
     )
     result = report(points, held_out(points, hardware, 2 if quick else SPLITS))
     result["load_before"] = load

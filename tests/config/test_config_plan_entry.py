@@ -22,6 +22,8 @@ from nereus_jax.core.errors import ConfigError
         ("dp=2,pp=1,tp=2,devices=0-3", PlanEntry(dp=2, tp=2, devices=(0, 1, 2, 3))),
         ("dp=5,devices=0-2, 5,7", PlanEntry(dp=5, devices=(0, 1, 2, 5, 7))),
         ("dp=1,devices=6", PlanEntry(devices=(6,))),
+        ("dp=2,parked", PlanEntry(dp=2, parked=True)),
+        ("parked, tp=2,devices=0-1", PlanEntry(tp=2, devices=(0, 1), parked=True)),
     ],
 )
 def test_text_is_read(text: str, expected: PlanEntry) -> None:
@@ -38,6 +40,8 @@ def test_text_is_read(text: str, expected: PlanEntry) -> None:
         ("dp=-1", ["dp must be an integer >= 1", "'-1'"]),
         ("dp=two", ["'two'"]),
         ("dp=2,tpp=2", ["'tpp=2'", "did you mean 'tp'?"]),
+        ("parked", ["names none of dp, pp and tp"]),
+        ("dp=2,park", ["'park' is not", "did you mean 'parked'?"]),
         ("dp=2,2", ["'2' is not one of dp=N"]),
         ("dp=2,device=0-1", ["'device=0-1'", "did you mean 'devices'?"]),
         ("dp=2devices=0-1", ["must follow a comma"]),
@@ -74,11 +78,12 @@ degrees = st.integers(1, 4)
 @st.composite
 def entries(draw: st.DrawFn) -> PlanEntry:
     dp, pp, tp = draw(degrees), draw(degrees), draw(degrees)
+    parked = draw(st.booleans())
     if draw(st.booleans()):
-        return PlanEntry(dp=dp, pp=pp, tp=tp)
+        return PlanEntry(dp=dp, pp=pp, tp=tp, parked=parked)
     count = dp * pp * tp
     chosen = draw(st.sets(st.integers(0, 2 * count + 5), min_size=count, max_size=count))
-    return PlanEntry(dp=dp, pp=pp, tp=tp, devices=tuple(sorted(chosen)))
+    return PlanEntry(dp=dp, pp=pp, tp=tp, devices=tuple(sorted(chosen)), parked=parked)
 
 
 @given(entries())

@@ -162,7 +162,9 @@ def test_a_change_to_a_file_that_cannot_run_names_its_step(tmp_path: Path) -> No
     config = config_of(tmp_path)
     config.plan_changes["2"] = str(path)
     job = job_of(config)
-    with pytest.raises(NereusError, match=r"plan_changes\.2 \(.*later\.json\): critic-TRAIN: micro"):
+    with pytest.raises(
+        NereusError, match=r"plan_changes\.2 \(.*later\.json\): critic-TRAIN: micro"
+    ):
         make_schedule(job, scheduled_jobs(job))
 
 
