@@ -2,15 +2,14 @@
 # (some of numpy's overloads have unknown parts)
 """What a live run left in its directory, as a simulation takes it.
 
-Lengths come from metrics.jsonl (mean, 95th percentile and longest of each step), plans and pools
-from decisions.jsonl. Between two replans the pool is taken to have stayed as the first of them saw
-it; a replan that a resume cut out of the file is not known.
+Lengths come from metrics.jsonl (mean, 95th percentile and longest of each step), plans from
+plans.jsonl, pools from decisions.jsonl. Between two replans the pool is taken to have stayed as the
+first of them saw it; a replan that a resume cut out of the file is not known.
 """
 
 import dataclasses
 import itertools
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from nereus_jax.simulator.traces import DeviceChange, Recorded
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-FILES = ("config.json", "metrics.jsonl", "decisions.jsonl", "plan.json")
+FILES = ("config.json", "metrics.jsonl", "decisions.jsonl", "plans.jsonl")
 P95 = 0.95
 STEEPEST = 64.0
 BISECTIONS = 60
@@ -99,10 +98,10 @@ def read_recording(directory: Path) -> Recording:
     _check_files(directory)
     try:
         values: dict[str, Any] = json.loads((directory / "config.json").read_text("utf-8"))
-        final = ExecutionPlan.from_json(json.loads((directory / "plan.json").read_text("utf-8")))
+        plans = read_jsonl(directory / "plans.jsonl")
         decisions = read_jsonl(directory / "decisions.jsonl")
         rows = read_jsonl(directory / "metrics.jsonl")
-        return _recording(directory, values, final, decisions, rows)
+        return _recording(directory, values, plans, decisions, rows)
     except ConfigError:
         raise
     except (KeyError, TypeError, ValueError, OSError) as error:
@@ -126,7 +125,7 @@ def _check_files(directory: Path) -> None:
 def _recording(
     directory: Path,
     values: dict[str, Any],
-    final: ExecutionPlan,
+    written: Sequence[Mapping[str, Any]],
     decisions: Sequence[Mapping[str, Any]],
     rows: Sequence[Mapping[str, Any]],
 ) -> Recording:
@@ -139,7 +138,7 @@ def _recording(
         raise ConfigError(f"--from: metrics.jsonl of {directory} has no step; run at least one")
     moves = [r for r in rows if "transition_s" in r]
     numbers = [int(r["step"]) for r in steps]
-    plans = _plans(numbers, decisions, [int(r["step"]) for r in moves], final)
+    plans = _plans(numbers, written)
     count = config.rollout.batch_size * config.rollout.samples_per_prompt
     found = [
         _step(row, plan, count, before)
@@ -187,27 +186,15 @@ def _step(
     )
 
 
-def _plans(
-    numbers: Sequence[int],
-    decisions: Sequence[Mapping[str, Any]],
-    moves: Sequence[int],
-    final: ExecutionPlan,
-) -> list[ExecutionPlan]:
-    """The plan of each step. A record has the plan that held when it was made; between two that
-    differ it changed at the transition, or else at once."""
-    known: list[tuple[float, ExecutionPlan]] = [
-        (int(d["step"]), parse_plan(d["plan"])) for d in decisions
-    ]
-    known.append((math.inf, final))
+def _plans(numbers: Sequence[int], written: Sequence[Mapping[str, Any]]) -> list[ExecutionPlan]:
+    """The plan of each step: the last one that was written as holding from it, or from before."""
+    known = [(int(row["step"]), parse_plan(row["plan"])) for row in written]
     found: list[ExecutionPlan] = []
     for number in numbers:
-        i = next(i for i, (step, _) in enumerate(known) if number < step)
-        plan = known[i][1]
-        if i and known[i - 1][1] != plan:
-            since, until = known[i - 1][0], known[i][0]
-            moved = next((m for m in moves if since <= m <= until), since)
-            plan = known[i - 1][1] if number < moved else plan
-        found.append(plan)
+        until = [plan for step, plan in known if step <= number]
+        if not until:
+            raise ValueError(f"plans.jsonl has no plan of step {number}")
+        found.append(until[-1])
     return found
 
 

@@ -81,12 +81,15 @@ def write(directory: Path, rows: list[dict[str, Any]]) -> Path:
     files: dict[str, list[dict[str, Any]]] = {
         "metrics.jsonl": [*rows[:LOST], moved, *rows[LOST:]],
         "decisions.jsonl": decisions,
+        "plans.jsonl": [
+            {"step": step, "device_kind": "cpu", "plan": plan_json(plan)}
+            for step, plan in ((0, few), (0, many), (LOST, few))  # the first was replaced at once
+        ],
     }
     for name, lines in files.items():
         (directory / name).write_text("".join(json.dumps(x) + "\n" for x in lines))
     config = config_to_json(parse_config(live_config()))
     (directory / "config.json").write_text(json.dumps(config))
-    (directory / "plan.json").write_text(json.dumps(few.to_json()))
     return directory
 
 
@@ -197,10 +200,13 @@ def test_mistakes_are_one_line(
 def test_a_plan_that_is_none(replay: Replay, tmp_path: Path) -> None:
     for name in FILES:
         (tmp_path / name).write_bytes((replay.recording.directory / name).read_bytes())
-    (tmp_path / "plan.json").write_text('{"actor-TRAIN": {"dp": 1}}')
+    (tmp_path / "plans.jsonl").write_text('{"step": 0, "plan": {"actor-TRAIN": {"dp": 1}}}\n')
     from nereus_jax.core.errors import NereusError
 
-    with pytest.raises(NereusError, match="actor-TRAIN"):
+    with pytest.raises(NereusError, match="are not those of a run of this version"):
+        read_recording(tmp_path)
+    (tmp_path / "plans.jsonl").write_text("")
+    with pytest.raises(NereusError, match=r"plans\.jsonl has no plan of step 0"):
         read_recording(tmp_path)
 
 
