@@ -15,6 +15,8 @@ from nereus_jax.simulator.cluster import SimulatedCluster
 from nereus_jax.simulator.stage_run import StepRows
 from nereus_jax.simulator.traces import LENGTH_TAG, DriftTrace
 
+KEPT_STEPS = 128
+"""Steps whose rows stay, with how they were packed, for the policies that come after."""
 OOM_MARGIN = 1.25
 """Longest response that a job has room for after it ran out of memory, over the one that it had."""
 
@@ -36,9 +38,19 @@ class Scenario:
     costs: PlannerCosts
     checkpoint_every: int = 10
     start: ExecutionPlan | None = None
+    _drawn: dict[int, StepRows] = dataclasses.field(
+        default_factory=dict[int, StepRows], init=False, repr=False, compare=False
+    )
 
     def rows(self, step: int) -> StepRows:
         """The rows of a step, the same for every policy."""
+        if step not in self._drawn:
+            if len(self._drawn) >= KEPT_STEPS:
+                self._drawn.clear()
+            self._drawn[step] = self._draw(step)
+        return self._drawn[step]
+
+    def _draw(self, step: int) -> StepRows:
         cluster, workload = self.cluster, self.cluster.problem.workload
         rng = np.random.default_rng([cluster.seed, LENGTH_TAG, step])
         recorded = self.trace.recorded
