@@ -7,6 +7,10 @@ that are due: all in the first steps of a plan, else one a step, in turn, and an
 token are off. A surprise is a step whose seconds are off by `SURPRISE`, both per token in
 comparison with those before and against the model.
 
+How far a model-stage's seconds usually are from the model, by what the model has wrong and by what
+the machine does beside, is learned with them: it is the noise of its measurements, and a surprise
+is more than that.
+
 One surprise teaches nothing: it is a step that was odd. When the same model-stage surprises twice
 on end, efficiencies have changed, and the change is learned at once: a filter that has learned for
 long would hardly move. The change is dealt to the classes by their shares of the seconds, not by
@@ -30,6 +34,9 @@ SURPRISE = 0.20
 """Change of the logarithm of a model-stage's seconds per token that is looked into."""
 RATE_WEIGHT = 0.2
 """Of the newest step in the average that a surprise is measured against."""
+FIRST_SPREAD, SPREAD_WEIGHT, MOST_SPREAD = 0.2, 0.1, 0.5
+"""What the model is off by before anything is known, the weight of the newest step in the average,
+and the most of a step that counts: one that was odd says little of the usual."""
 CHANGE = 0.7
 """Standard deviation of the logarithm of an efficiency that has changed: by two is usual."""
 GENERATE_NOISE = 0.1
@@ -46,11 +53,23 @@ class StageHistory:
       steps: that counted.
       rate: average of the logarithm of seconds per token.
       surprises: 1 where the last step was one.
+      spread: average of the size of the logarithm of measured over modelled seconds.
     """
 
     steps: int = 0
     rate: float = 0.0
     surprises: int = 0
+    spread: float = FIRST_SPREAD
+
+    @property
+    def surprise(self) -> float:
+        """From how much on a step is one."""
+        return max(SURPRISE, self.spread)
+
+    def off_by(self, log_ratio: float) -> "StageHistory":
+        """After one more step that the model was off by so much."""
+        more = min(abs(log_ratio), MOST_SPREAD) - self.spread
+        return dataclasses.replace(self, spread=self.spread + SPREAD_WEIGHT * more)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +107,7 @@ def learn(before: Learned, record: StepRecord, seconds: Seconds) -> Learned:
         known = history.get(stage, StageHistory())
         prompt_tokens = 0.0 if stage.stage is Stage.GENERATE else record.prompts.mean
         rate = math.log(took_s / (prompt_tokens + record.responses.mean))
-        odd = known.steps > 1 and abs(rate - known.rate) > SURPRISE
+        odd = known.steps > 1 and abs(rate - known.rate) > known.surprise
         due = known.steps < YOUNG_STEPS or record.step % len(timed) == number
         modelled: Mapping[OperationClass, float] = {}
         if due or odd:
@@ -96,15 +115,17 @@ def learn(before: Learned, record: StepRecord, seconds: Seconds) -> Learned:
         if sum(modelled.values()) <= 0:
             history[stage] = _after(known, rate)
             continue
-        noise = GENERATE_NOISE if stage.stage is Stage.GENERATE else NOISE
-        surprise = odd and abs(math.log(took_s / sum(modelled.values()))) > SURPRISE
+        noise = max(GENERATE_NOISE if stage.stage is Stage.GENERATE else NOISE, known.spread)
+        log_ratio = math.log(took_s / sum(modelled.values()))
+        surprise = odd and abs(log_ratio) > known.surprise
+        known = known.off_by(log_ratio)
         if surprise and not known.surprises:
             history[stage] = dataclasses.replace(known, surprises=1)
         elif surprise:
             old = efficiencies
             efficiencies = after_change(old, modelled, took_s, noise=noise)
             changed |= {c: changed.get(c, 1.0) * efficiencies[c] / old[c] for c in modelled}
-            history[stage] = _after(StageHistory(), rate)
+            history[stage] = _after(StageHistory(spread=known.spread), rate)
         else:
             efficiencies = observe(efficiencies, modelled, took_s, noise=noise)
             history[stage] = _after(known, rate)
@@ -114,8 +135,11 @@ def learn(before: Learned, record: StepRecord, seconds: Seconds) -> Learned:
 def _after(known: StageHistory, rate: float) -> StageHistory:
     """With one more step that was no surprise."""
     weight = max(RATE_WEIGHT, 1.0 / (known.steps + 1))
-    return StageHistory(
-        steps=known.steps + 1, rate=(1.0 - weight) * known.rate + weight * rate, surprises=0
+    return dataclasses.replace(
+        known,
+        steps=known.steps + 1,
+        rate=(1.0 - weight) * known.rate + weight * rate,
+        surprises=0,
     )
 
 

@@ -170,7 +170,8 @@ class ControllerState:
             "lengths": self.lengths.to_json(),
             "beliefs": beliefs_to_json(self.beliefs),
             "history": {
-                str(s): [h.steps, h.rate, h.surprises] for s, h in sorted(self.history.items())
+                str(s): [h.steps, h.rate, h.surprises, h.spread]
+                for s, h in sorted(self.history.items())
             },
             "plan_steps": self.plan_steps,
             "peak_bytes": self.peak_bytes,
@@ -198,7 +199,7 @@ class ControllerState:
             )
         pending, facts = data["pending"], data["facts"]
         history = {
-            ModelStage.parse(s): StageHistory(steps=h[0], rate=h[1], surprises=h[2])
+            ModelStage.parse(s): StageHistory(steps=h[0], rate=h[1], surprises=h[2], spread=h[3])
             for s, h in data["history"].items()
         }
         return cls(
