@@ -9,7 +9,7 @@ comparison with those before and against the model.
 
 How far a model-stage's seconds usually are from the model, by what the model has wrong and by what
 the machine does beside, is learned with them: it is the noise of its measurements, and a surprise
-is more than that.
+is half as much again.
 
 One surprise teaches nothing: it is a step that was odd. When the same model-stage surprises twice
 on end, efficiencies have changed, and the change is learned at once: a filter that has learned for
@@ -37,6 +37,8 @@ RATE_WEIGHT = 0.2
 FIRST_SPREAD, SPREAD_WEIGHT, MOST_SPREAD = 0.2, 0.1, 0.5
 """What the model is off by before anything is known, the weight of the newest step in the average,
 and the most of a step that counts: one that was odd says little of the usual."""
+SURPRISE_SPREADS = 1.5
+"""How much more than usual a surprise is off."""
 CHANGE = 0.7
 """Standard deviation of the logarithm of an efficiency that has changed: by two is usual."""
 GENERATE_NOISE = 0.1
@@ -64,7 +66,7 @@ class StageHistory:
     @property
     def surprise(self) -> float:
         """From how much on a step is one."""
-        return max(SURPRISE, self.spread)
+        return max(SURPRISE, SURPRISE_SPREADS * self.spread)
 
     def off_by(self, log_ratio: float) -> "StageHistory":
         """After one more step that the model was off by so much."""

@@ -154,6 +154,26 @@ def test_a_change_is_dealt_by_shares_and_old_doubt_stays():
     assert all(after.log_std(c) >= before.log_std(c) for c in OperationClass)
 
 
+@pytest.mark.parametrize("scatter", [0.02, 0.2])
+def test_what_a_machine_scatters_is_the_noise_of_its_measurements(scatter):
+    """Seconds that scatter do not chase efficiencies: what is learned of them is how they do."""
+    rng = np.random.default_rng(0)
+    prior = Efficiencies.prior()
+    truth = prior.replace({c: 0.7 * prior[c] for c in OperationClass})
+    known, errors = start(), []
+    for number in range(300):
+        right = {s: sum(seconds(s, truth).values()) for s in (ACTOR_TRAIN, ACTOR_GENERATE)}
+        took = {s: x * float(rng.lognormal(0.0, scatter)) for s, x in right.items()}
+        known = learn(known, dataclasses.replace(step_of(number), stage_s=took), seconds)
+        if number >= 100:
+            said = {s: sum(seconds(s, known.efficiencies).values()) for s in right}
+            errors += [abs(np.log(said[s] / right[s])) for s in right]
+    # The mean size of a normal deviation is 0.8 standard deviations.
+    for history in known.history.values():
+        assert history.spread == pytest.approx(0.8 * scatter, rel=0.6)
+    assert np.mean(errors) < 0.3 * scatter and np.quantile(errors, 0.95) < scatter
+
+
 def test_peaks_above_the_model_count_in_full_and_those_below_a_little():
     above = corrected({}, Stage.TRAIN, 100.0, 50.0)
     assert above == {Stage.TRAIN: 1.5}
