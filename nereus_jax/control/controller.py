@@ -10,10 +10,10 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from nereus_jax.control.costs import CostFunction
+from nereus_jax.control.costs import Beliefs, CostFunction
 from nereus_jax.control.expectation import forecast_of, seen_workload, with_length
 from nereus_jax.control.forecast import Forecast, largest_length
-from nereus_jax.control.learning import Learned, learn
+from nereus_jax.control.learning import Learned, corrected, learn
 from nereus_jax.control.monitor import (
     EFFICIENCY,
     LENGTH_MEAN,
@@ -44,6 +44,8 @@ from nereus_jax.core.events import (
     StepRecord,
     TransitionEnded,
 )
+from nereus_jax.core.execution_plan import ExecutionPlan
+from nereus_jax.core.roles import Stage
 from nereus_jax.planning.calibration import OperationClass
 
 WARM_UP_STEPS = 8
@@ -228,12 +230,33 @@ class Controller:
         )
         return self._replan(state, [OUT_OF_MEMORY])
 
+    def _larger(
+        self, target: ExecutionPlan, state: ControllerState, event: TransitionEnded
+    ) -> Beliefs:
+        """What is known when programs of a target need more than modelled: else plans that are as
+        large would be tried in turn."""
+        beliefs = state.beliefs
+        needed = {s: n for s, n in event.working_bytes.items() if n and s in target.plan}
+        if not needed or not event.room_tokens:
+            return beliefs
+        seen = with_length(self.settings.workload, event.room_tokens)
+        price = self.costs.price(target, seen, state.pool, beliefs)
+        ratios: dict[Stage, float] = {}
+        for stage, num_bytes in needed.items():
+            ratio = num_bytes / max(price.stages[stage].working_bytes, 1.0)
+            ratios[stage.stage] = max(ratios.get(stage.stage, 1.0), ratio)
+        factors = beliefs.corrections
+        for kind, ratio in ratios.items():
+            factors = corrected(factors, kind, 1.0, ratio - 1.0)
+        return dataclasses.replace(beliefs, corrections=factors)
+
     def _on_transition(
         self, state: ControllerState, event: TransitionEnded
     ) -> tuple[ControllerState, Decision]:
         beliefs, failed = state.beliefs, state.failed
         if event.error and state.pending is not None:
             failed = (*failed, state.pending)[-MOST_FAILED:]
+            beliefs = self._larger(state.pending, state, event)
         elif state.pending_s > 0:
             beliefs = dataclasses.replace(
                 beliefs,

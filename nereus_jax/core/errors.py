@@ -4,7 +4,10 @@ A message is one line: what is wrong, what was got, what is allowed, and what to
 line prints the message of a `NereusError` without a traceback and exits with `exit_code`.
 """
 
+from collections.abc import Mapping
+
 from nereus_jax.core.devices import DeviceId
+from nereus_jax.core.roles import ModelStage
 
 
 class NereusError(Exception):
@@ -29,6 +32,19 @@ class InfeasiblePlanError(NereusError, ValueError):
     """A plan that the devices or the model cannot take."""
 
     exit_code = 2
+
+
+class PlanTooLargeError(InfeasiblePlanError):
+    """A plan that the devices have no memory for.
+
+    Attributes:
+      working_bytes: by model-stage, what its programs need on a device beside all that is resident,
+        as the compiler counts it; 0 where none is compiled.
+    """
+
+    def __init__(self, message: str, working_bytes: Mapping[ModelStage, int] | None = None) -> None:
+        super().__init__(message)
+        self.working_bytes = dict(working_bytes or {})
 
 
 class ReshardError(NereusError, ValueError):

@@ -229,6 +229,9 @@ class TransitionEnded:
       seconds: that the job stood still for it.
       compile_s: of these, waiting for a compiler.
       error: why it failed; empty: it did not.
+      working_bytes: of a target that there was no memory for: by model-stage, what its programs
+        need on a device beside all that is resident; 0: not known.
+      room_tokens: the longest response that those programs have room for.
     """
 
     time_s: float
@@ -236,6 +239,10 @@ class TransitionEnded:
     seconds: float
     compile_s: float = 0.0
     error: str = ""
+    working_bytes: Mapping[ModelStage, int] = dataclasses.field(
+        default_factory=dict[ModelStage, int]
+    )
+    room_tokens: int = 0
 
 
 Event = StepFinished | OutOfMemory | DevicesLost | DevicesJoined | Revocation | TransitionEnded

@@ -29,7 +29,12 @@ from nereus_jax.control.state import (
     went_back,
 )
 from nereus_jax.core.devices import DevicePool
-from nereus_jax.core.errors import ConfigError, WorldError
+from nereus_jax.core.errors import (
+    ConfigError,
+    InfeasiblePlanError,
+    PlanTooLargeError,
+    WorldError,
+)
 from nereus_jax.core.events import (
     Decision,
     DevicesLost,
@@ -281,7 +286,8 @@ class Adaptation:
         plan: ExecutionPlan,
         wanted: ExecutionPlan,
         row: Mapping[str, Any] | None,
-        why: str = "",
+        why: InfeasiblePlanError | None = None,
+        room_tokens: int = 0,
     ) -> str:
         """Tells what became of a transition.
 
@@ -290,11 +296,12 @@ class Adaptation:
           wanted: that was to be reached.
           row: of the transition's metrics; None: state did not move, or not to its end.
           why: it failed, where that is known.
+          room_tokens: the longest response that the run's programs have room for.
 
         Returns:
           Why it failed; empty: it did not.
         """
-        error = why
+        error = "" if why is None else str(why)
         if not error and plan != wanted:
             error = "it stopped half way"
         elif not error and row is None:
@@ -306,6 +313,8 @@ class Adaptation:
                 seconds=row["transition_s"] if row else 0.0,
                 compile_s=row["transition_compile_s"] if row else 0.0,
                 error=error,
+                working_bytes=why.working_bytes if isinstance(why, PlanTooLargeError) else {},
+                room_tokens=room_tokens,
             )
         )
         return error

@@ -9,7 +9,7 @@ import jax
 
 from nereus_jax.core.devices import DeviceId
 from nereus_jax.core.emu_spec import DTYPE_BYTES, LeafSpec
-from nereus_jax.core.errors import InfeasiblePlanError
+from nereus_jax.core.errors import PlanTooLargeError
 from nereus_jax.core.execution_plan import ExecutionPlan
 from nereus_jax.core.roles import ModelStage
 from nereus_jax.models.sampling import SamplingConfig
@@ -163,9 +163,10 @@ def check_memory(
       dry_run: nothing will be allocated: with `device_memory_gib` the host's memory does not count.
 
     Raises:
-      InfeasiblePlanError: they do not fit; the message names the device and the largest holder.
+      PlanTooLargeError: they do not fit; the message names the device and the largest holder.
     """
     needs = device_bytes(job, stages)
+    working = {stage: need.working for stage, need in stages.items()}
     worst = max(stages, key=lambda s: stages[s].held + stages[s].temporaries)
     advice = (
         f"the largest model-stage is {worst} with {gib(stages[worst].held)} held and "
@@ -175,9 +176,10 @@ def check_memory(
     budget = job.config.device_memory_bytes
     for device, need in needs.items():
         if budget and need > budget:
-            raise InfeasiblePlanError(
+            raise PlanTooLargeError(
                 f"device {device} needs {gib(need)}, device_memory_gib allows {gib(budget)}; "
-                f"{advice}"
+                f"{advice}",
+                working,
             )
     if budget and dry_run:
         return
@@ -186,15 +188,16 @@ def check_memory(
         here = {d: n for d, n in needs.items() if d.host == job.world.process_index}
         total = sum(here.values()) + parked
         if total > there:
-            raise InfeasiblePlanError(
+            raise PlanTooLargeError(
                 f"{len(here)} emulated devices need {gib(total)} together, this host has "
                 f"{gib(there)}; {advice}"
             )
         return
     if parked > there:
-        raise InfeasiblePlanError(
+        raise PlanTooLargeError(
             f"the plan parks {gib(parked)} in the memory of this host, which has {gib(there)}; "
-            f"park fewer model-stages or use more hosts"
+            f"park fewer model-stages or use more hosts",
+            working,
         )
     for device, need in needs.items():
         handle = job.world.handles[device]
@@ -202,9 +205,10 @@ def check_memory(
             continue
         limit = (handle.memory_stats() or {}).get("bytes_limit")
         if limit is not None and need > limit:
-            raise InfeasiblePlanError(
+            raise PlanTooLargeError(
                 f"device {device} ({handle.device_kind}) needs {gib(need)}, it has {gib(limit)}; "
-                f"{advice}"
+                f"{advice}",
+                working,
             )
 
 

@@ -34,7 +34,7 @@ def begin_move(session: Session, step: int, decision: Transition) -> None:
         change = plan_change(job, job_under(job, decision.target), schedule.hardware)
     except InfeasiblePlanError as error:
         session.outputs.message(f"the controller's plan cannot be reached: {error}")
-        end_move(session, decision.target, None, str(error))
+        end_move(session, decision.target, None, error)
         return
     schedule.decided = decision
     # Steps go on until its programs are there, or until the controller says that it is time.
@@ -57,7 +57,10 @@ def begin_again(session: Session, step: int) -> bool:
 
 
 def end_move(
-    session: Session, wanted: ExecutionPlan, row: Mapping[str, Any] | None, why: str = ""
+    session: Session,
+    wanted: ExecutionPlan,
+    row: Mapping[str, Any] | None,
+    why: InfeasiblePlanError | None = None,
 ) -> None:
     """Tells the controller what became of a move.
 
@@ -70,7 +73,9 @@ def end_move(
     session.schedule.forget()
     if session.adaptation is None:
         return
-    error = session.adaptation.transition_ended(session.job.execution, wanted, row, why)
+    error = session.adaptation.transition_ended(
+        session.job.execution, wanted, row, why, session.job.room
+    )
     if error:
         with writing(session):
             session.outputs.move_failed(error)
@@ -92,7 +97,7 @@ def move_through_checkpoint(
         new = job_under(session.job, decision.target)
     except InfeasiblePlanError as error:
         session.outputs.message(f"the controller's plan cannot be reached: {error}")
-        end_move(session, decision.target, None, str(error))
+        end_move(session, decision.target, None, error)
         return
     if not state.updating:
         save(session, state)

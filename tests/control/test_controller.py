@@ -7,6 +7,7 @@ import pytest
 
 from nereus_jax.control.controller import Controller
 from nereus_jax.control.decisions import decision_digest
+from nereus_jax.control.expectation import with_length
 from nereus_jax.control.monitor import POOL, Prior
 from nereus_jax.control.policies import parse_policy
 from nereus_jax.control.state import (
@@ -29,6 +30,7 @@ from nereus_jax.core.events import (
     Transition,
     TransitionEnded,
 )
+from nereus_jax.core.roles import ACTOR_GENERATE, ACTOR_TRAIN, Stage
 from tests.control.toy_job import (
     ToyCosts,
     finished,
@@ -409,6 +411,42 @@ def test_a_target_that_could_not_be_reached_is_not_tried_again():
     run.steps(*[90.0] * 5, *[130.0] * 5)
     later = [r for r in run.records[1:]]
     assert later and all(r["target"] != run.records[0]["target"] for r in later)
+
+
+def test_a_target_that_needs_more_than_modelled_teaches_what_plans_need():
+    run = Run()
+    run.steps(*[40.0] * 10)
+    while run.state.pending is None:
+        run.steps(90.0, carry_out=False)
+    failed, room = run.state.pending, 200
+    seen = with_length(run.controller.settings.workload, room)
+    price = run.controller.costs.price(failed, seen, run.state.pool, run.state.beliefs)
+    modelled = price.stages[ACTOR_TRAIN].working_bytes
+    run.tell(
+        TransitionEnded(
+            time_s=run.time_s,
+            plan=run.state.plan,
+            seconds=0.0,
+            error="no memory",
+            working_bytes={ACTOR_TRAIN: round(3.0 * modelled), ACTOR_GENERATE: 0},
+            room_tokens=room,
+        )
+    )
+    assert run.state.beliefs.corrections == {Stage.TRAIN: pytest.approx(3.0, rel=1e-2)}
+    # Programs that need less than modelled say nothing of the largest that may come.
+    before = run.state.beliefs.corrections
+    less = {ACTOR_TRAIN: round(0.5 * modelled)}
+    event = TransitionEnded(
+        time_s=run.time_s,
+        plan=run.state.plan,
+        seconds=0.0,
+        error="no memory",
+        working_bytes=less,
+        room_tokens=room,
+    )
+    pending = dataclasses.replace(run.state, pending=failed)
+    after, _ = run.controller.on_event(pending, event)
+    assert after.beliefs.corrections == before
 
 
 def test_transitions_that_take_longer_than_predicted_are_believed():
