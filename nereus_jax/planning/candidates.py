@@ -8,6 +8,7 @@ give some ten thousand rows a model-stage, which numpy prices at once.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,12 @@ class Candidates:
         """The candidates at these indices, or where a mask of [C] is set."""
         arrays = {f.name: getattr(self, f.name)[index] for f in dataclasses.fields(self)}
         return Candidates(**arrays)
+
+
+def by_degree(function: Callable[[Ints], NDArray[Any]], degree: Ints) -> NDArray[Any]:
+    """[C] a function of a degree, worked out once for each value: there are few, and integers are
+    slow to divide."""
+    return function(np.arange(1, int(degree.max(initial=1)) + 1))[degree - 1]
 
 
 def enumerate_candidates(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from nereus_jax.core.packed_cuts import GAIN, SCORE_FLUSH_PER_RANK, short_width
 from nereus_jax.planning.calibration import OperationClass
-from nereus_jax.planning.candidates import Candidates
+from nereus_jax.planning.candidates import Candidates, by_degree
 from nereus_jax.planning.cost_terms import (
     KERNELS_PER_LAYER,
     DataSync,
@@ -184,7 +184,7 @@ def packed_cut(filled: Floats, c: Candidates, length: int, train: bool) -> Packe
 
 def kv_share(sizes: ModelSizes, tp: NDArray[np.int64]) -> Floats:
     """[C] share of the key/value heads on a tensor-parallel rank; ranks above them share."""
-    return 1.0 / np.gcd(tp, sizes.num_kv_heads)
+    return by_degree(lambda tp: 1.0 / np.gcd(tp, sizes.num_kv_heads), tp)
 
 
 def layer_weights(sizes: ModelSizes, tp: NDArray[np.int64]) -> Floats:

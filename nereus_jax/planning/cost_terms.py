@@ -18,6 +18,7 @@ from nereus_jax.core.emu_spec import DTYPE_BYTES
 from nereus_jax.core.errors import ConfigError
 from nereus_jax.core.hardware import Hardware, Link
 from nereus_jax.planning.calibration import Efficiencies, OperationClass
+from nereus_jax.planning.candidates import by_degree
 
 Floats = NDArray[np.float64]
 Value = NDArray[Any] | float
@@ -318,7 +319,11 @@ def total_s(part: Mapping[OperationClass, Value]) -> Value:
 
 def aligned_widths(sizes: ModelSizes, tp: NDArray[np.int64]) -> NDArray[np.bool_]:
     """[C] whether every matrix of a layer has a width on a device that fits a matrix unit."""
-    fits = np.ones(tp.shape, np.bool_)
-    for width in (sizes.query_dim, sizes.mlp_dim):
-        fits &= (-(-width // tp)) % WIDTH_TILE == 0
-    return fits & (sizes.embed_dim % WIDTH_TILE == 0)
+
+    def fit(tp: NDArray[np.int64]) -> NDArray[np.bool_]:
+        fits = np.full(tp.shape, sizes.embed_dim % WIDTH_TILE == 0)
+        for width in (sizes.query_dim, sizes.mlp_dim):
+            fits &= (-(-width // tp)) % WIDTH_TILE == 0
+        return fits
+
+    return by_degree(fit, tp)

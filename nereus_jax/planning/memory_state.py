@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from nereus_jax.core.architectures import LAYER_PREFIX
 from nereus_jax.core.emu_spec import DTYPE_BYTES, EmuSpec, LeafSpec
 from nereus_jax.core.layout import DP, KV, KVR, PP
-from nereus_jax.planning.candidates import Candidates, Ints
+from nereus_jax.planning.candidates import Candidates, Ints, by_degree
 
 Floats = NDArray[np.float64]
 Degrees = Mapping[str, Ints]
@@ -33,8 +33,9 @@ COUNTER_BYTES = 8
 
 def mesh_degrees(candidates: Candidates, num_kv_heads: int) -> Degrees:
     """Sizes of the mesh axes, as `ParallelLayout.mesh_shape` gives them."""
-    kv = np.gcd(candidates.tp, num_kv_heads)
-    return {DP: candidates.dp, PP: candidates.pp, KV: kv, KVR: candidates.tp // kv}
+    kv = by_degree(lambda tp: np.gcd(tp, num_kv_heads), candidates.tp)
+    kvr = by_degree(lambda tp: tp // np.gcd(tp, num_kv_heads), candidates.tp)
+    return {DP: candidates.dp, PP: candidates.pp, KV: kv, KVR: kvr}
 
 
 class Shards:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from nereus_jax.core.architectures import LAYER_PREFIX, DecoderConfig, Head
 from nereus_jax.core.emu_spec import DTYPE_BYTES, EmuSpec
 from nereus_jax.core.layout import KV
-from nereus_jax.planning.candidates import PREFILL_ROWS, Candidates, Ints
+from nereus_jax.planning.candidates import PREFILL_ROWS, Candidates, Ints, by_degree
 from nereus_jax.planning.memory_state import (
     Degrees,
     Floats,
@@ -168,7 +168,8 @@ class Terms:
     @functools.cached_property
     def mlp(self) -> Floats:
         """[C] bytes of [tokens, F] of a microbatch."""
-        return floats(self.tokens * -(-self.model.mlp_dim // self.candidates.tp) * self.item)
+        width = by_degree(lambda tp: -(-self.model.mlp_dim // tp), self.candidates.tp)
+        return floats(self.tokens * width * self.item)
 
     @property
     def in_blocks(self) -> bool:
@@ -178,7 +179,7 @@ class Terms:
     @functools.cached_property
     def heads(self) -> Ints:
         """[C] query heads of a rank."""
-        return self.model.num_heads // self.candidates.tp
+        return by_degree(lambda tp: self.model.num_heads // tp, self.candidates.tp)
 
     @functools.cached_property
     def queries(self) -> Floats:
