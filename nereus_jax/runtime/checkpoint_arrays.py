@@ -101,7 +101,8 @@ def checksums(flat: dict[str, jax.Array]) -> dict[str, int]:
     sums: dict[str, int] = {}
     for name, array in flat.items():
         if is_parked(array.sharding):
-            sums[name] = int(host.fetch(_device_checksums({name: on_devices(array)}))[name])
+            one = {"": on_devices(array)}  # without its name: arrays that are alike share a program
+            sums[name] = int(host.fetch(_device_checksums(one))[""])
             continue
         groups.setdefault(getattr(array.sharding, "mesh", array.sharding), {})[name] = array
     for group in groups.values():

@@ -5,7 +5,6 @@ launches them alike. Threads only wait for completion, to time it.
 """
 
 import dataclasses
-import itertools
 import math
 import time
 from collections import deque
@@ -94,14 +93,13 @@ def run_wave(
             meanwhile()
         return {}
     started_s = time.time()
-    before = {b.name: a for group in groups for a, b in itertools.pairwise(group)}
     parking = _Parking(step)
     with ThreadPoolExecutor(max_workers=len(works)) as pool:
         for work, index in _round_robin(groups):
             if len(in_flight) >= MAX_IN_FLIGHT:
                 jax.block_until_ready(in_flight.popleft())
             if index == 0:
-                parking.change_over(before.get(work.name), work, ends)
+                parking.give_devices(work, ends)
             launched_s.setdefault(work.name, time.time())
             result = work.launches[index]()
             arrays[work.name].append(result)
@@ -111,8 +109,7 @@ def run_wave(
         if meanwhile:
             meanwhile()
         ended_s = _latest({name: end.result() for name, end in ends.items()}, started_s)
-    for group in groups:
-        parking.change_over(group[-1], None, ends)
+    parking.put_rest_away(ends)
     finished: dict[str, Finished] = {}
     for group in groups:
         free_s = 0.0
@@ -137,24 +134,34 @@ def run_wave(
 
 
 class _Parking:
-    """Gives the devices of a lane from one work to the next, with what is parked of each."""
+    """Gives devices from one work to the next, with what is parked of each."""
 
     def __init__(self, step: int) -> None:
         self._step = step
+        self._begun: list[Work] = []
+        self._left: list[Work] = []
         self.spans: dict[str, list[Span]] = {}
 
-    def change_over(
-        self, old: Work | None, new: Work | None, ends: Mapping[str, Future[float]]
-    ) -> None:
-        """Where either has parked state: waits for the old work's end, puts its state away, and
-        brings the new one's."""
-        away, bring = old and old.put_away, new and new.bring
-        if old is not None and (away or bring):
-            ends[old.name].result()
-        if old is not None and away:
-            self._timed(old, away)
-        if new is not None and bring:
-            self._timed(new, bring)
+    def give_devices(self, work: Work, ends: Mapping[str, Future[float]]) -> None:
+        """Before a work begins: what was on its devices has ended and is put away, and what is
+        parked of it comes. Works without parked state do not wait for each other."""
+        for old in [w for w in self._begun if set(w.devices) & set(work.devices)]:
+            if work.bring or old.put_away:
+                self._put_away(old, ends)
+        if work.bring:
+            self._timed(work, work.bring)
+        self._begun.append(work)
+
+    def put_rest_away(self, ends: Mapping[str, Future[float]]) -> None:
+        """At the end of the wave."""
+        for work in self._begun:
+            self._put_away(work, ends)
+
+    def _put_away(self, work: Work, ends: Mapping[str, Future[float]]) -> None:
+        ends[work.name].result()
+        if work.put_away and work not in self._left:
+            self._timed(work, work.put_away)
+            self._left.append(work)
 
     def _timed(self, work: Work, move: Callable[[], None]) -> None:
         start_s, begin_s = time.time(), time.perf_counter()  # only the second never steps back

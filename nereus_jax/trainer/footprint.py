@@ -68,9 +68,8 @@ def stage_bytes(job: Job) -> dict[ModelStage, StageBytes]:
     parked = {stage for stage, choice in job.execution.choices.items() if choice.parked}
     for edge in job.workflow.weight_edges:
         needs = edge_temp_bytes(job.edges[edge.target])
-        for stage, other in ((edge.source, edge.target), (edge.target, edge.source)):
-            comes = _parameter_bytes(job, other) if other in parked else 0
-            temporaries[str(stage)] = max(temporaries.get(str(stage), 0), needs + comes)
+        for stage in (edge.source, edge.target):
+            temporaries[str(stage)] = max(temporaries.get(str(stage), 0), needs)
     return {
         stage: StageBytes(
             parameters=_parameter_bytes(job, stage),
@@ -130,6 +129,13 @@ def device_bytes(job: Job, stages: Mapping[ModelStage, StageBytes]) -> dict[Devi
         for device in job.plan[stage].devices:
             resident[device] = resident.get(device, 0) + need.resident
             largest[device] = max(largest.get(device, 0), need.working)
+    for edge in job.workflow.weight_edges:  # both ends of it are on devices, also what is parked
+        needs = edge_temp_bytes(job.edges[edge.target])
+        ends = [stage for stage in (edge.source, edge.target) if stages[stage].parked]
+        for device in {d for stage in ends for d in job.plan[stage].devices}:
+            here = [s for s in ends if device in job.plan[s].devices]
+            comes = sum(stages[stage].parameters for stage in here)
+            largest[device] = max(largest[device], needs + comes)
     return {device: resident[device] + largest[device] for device in sorted(resident)}
 
 

@@ -31,6 +31,7 @@ from nereus_jax.trainer.footprint import check_memory, stage_bytes
 from nereus_jax.trainer.job import Inputs, Job, make_job
 from nereus_jax.trainer.out_of_memory import make_memory
 from nereus_jax.trainer.outputs import check_unused, check_writable
+from nereus_jax.trainer.parked import break_off
 from nereus_jax.trainer.plan_schedule import make_schedule, scheduled_jobs
 from nereus_jax.trainer.pool_events import PoolInbox, open_pool_sources
 from nereus_jax.trainer.recovery import change_as_scheduled, go_on_without, prepare_next
@@ -51,6 +52,7 @@ from nereus_jax.trainer.state import Counters, JobState, missing_devices, refres
 from nereus_jax.trainer.steering import steer
 from nereus_jax.trainer.step import StepResult, run_step
 from nereus_jax.trainer.train_batch import TrainBatch
+from nereus_jax.trainer.verification import holds_state
 
 
 def train(
@@ -139,7 +141,8 @@ def _run(session: Session, state: JobState, interrupted: threading.Event) -> Non
         last_words = _run_steps(session, state, interrupted)
     except (RewardError, DataError, OutOfMemoryError) as error:
         session.outputs.failure(state.counters.step, error)
-        if not state.updating and not _alone(session, error):  # a save needs all processes
+        whole = not state.updating and holds_state(session.job, state)
+        if whole and not _alone(session, error):  # a save needs all processes
             save(session, state)
         raise type(error)(f"{error}; {last_good(session)}") from error
     except DivergenceError as error:
@@ -198,7 +201,11 @@ def step_or_move(session: Session, state: JobState) -> None:
         _maybe_evaluate(session, state)
         _one_step(session, state)
     except OutOfMemoryError as error:
-        if _alone(session, error) or not make_memory(session, state, error):
+        if _alone(session, error):
+            raise
+        if not state.updating:
+            break_off(session.job, state)
+        if not make_memory(session, state, error):
             raise
 
 

@@ -31,7 +31,11 @@ def bring(job: Job, state: JobState, stage: ModelStage) -> None:
         state.trained[stage] = jax.block_until_ready(on_devices(state.trained[stage]))
     else:
         state.at_work[stage] = jax.block_until_ready(on_devices(stage_params(job, state, stage)))
-    job.programs.ledger.hold(state.live_bytes(job.world))
+    try:
+        job.programs.ledger.hold(state.live_bytes(job.world))
+    except jax.errors.JaxRuntimeError:
+        break_off(job, state)
+        raise
 
 
 def put_away(job: Job, state: JobState, stage: ModelStage) -> None:
@@ -40,6 +44,12 @@ def put_away(job: Job, state: JobState, stage: ModelStage) -> None:
     if stage in state.trained:
         state.trained[stage] = as_planned(job, stage, state.trained[stage])
     job.programs.ledger.hold(state.live_bytes(job.world))
+
+
+def break_off(job: Job, state: JobState) -> None:
+    """After work that was broken off: what the plan parks waits in host memory, all of it."""
+    state.at_work.clear()
+    put_all_away(job, state)
 
 
 @contextmanager
@@ -56,6 +66,6 @@ def weights_at_work(job: Job, state: JobState, stage: ModelStage) -> Iterator[Pa
 
 
 def put_all_away(job: Job, state: JobState) -> None:
-    """What the plan parks goes to host memory, after a change of plan or a resume."""
+    """What the plan parks goes to host memory, after a change of plan."""
     state.trained = {s: as_planned(job, s, x) for s, x in state.trained.items()}
     state.frozen = {s: as_planned(job, s, x) for s, x in state.frozen.items()}

@@ -265,11 +265,11 @@ def carry_out(
     counters = {
         s: read_counters(old.trains[s], x, old.world, state.views) for s, x in state.trained.items()
     }
-    units = _units(change, state)
-    if graph.lost and how != "off":
-        how, before = "digest", surviving_fingerprints(old, units, graph.lost)
-    else:
-        before = fingerprints(old, state, how)
+    with watch(old.world):
+        before = {} if graph.lost else fingerprints(old, state, how)
+        units = _units(change, state)
+        if graph.lost and how != "off":
+            how, before = "digest", surviving_fingerprints(old, units, graph.lost)
     keep_old = graph.old_state_fits and not graph.lost
     if not keep_old:
         state.trained = {s: x for s, x in state.trained.items() if s in change.waiting}

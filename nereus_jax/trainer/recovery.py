@@ -17,6 +17,7 @@ import numpy as np
 from nereus_jax.control.state import plan_devices
 from nereus_jax.core.devices import DeviceId, DevicePool
 from nereus_jax.core.errors import (
+    DeviceFullError,
     DevicesLostError,
     DigestError,
     InfeasiblePlanError,
@@ -108,7 +109,9 @@ def _change(session: Session, state: JobState, change: PlanChange) -> Mapping[st
         restore = functools.partial(restore_frozen_units, session)
         try:
             changed = carry_out(change, state, restore=restore, observe=session.observe)
-        except DigestError as error:
+        except (DigestError, DeviceFullError) as error:
+            if isinstance(error, DeviceFullError) and change.old.world.num_processes > 1:
+                raise  # other processes may not know of it
             if holds_state(change.old, state):
                 session.outputs.message(f"the change of plan was undone: {error}")
                 return None
@@ -128,11 +131,13 @@ def _change(session: Session, state: JobState, change: PlanChange) -> Mapping[st
                 return None
             rest = _again(session, state, change, error, numbers)
             if rest is None:
+                put_all_away(session.job, state)
                 return None
             change = rest
             continue
         _commit(session, state, change, changed)
         return changed.row
+    put_all_away(session.job, state)
     session.outputs.message(
         f"the change of plan stopped {MAX_ATTEMPTS} times and is given up; the job goes on where "
         f"its state is now"

@@ -179,7 +179,7 @@ def start_from_checkpoint(
       DevicesLostError: there is no checkpoint.
     """
     session.outputs.message(f"going back to the last checkpoint: {reason}")
-    state.trained, state.frozen, state.edges = {}, {}, {}  # room for what is read
+    state.trained, state.frozen, state.edges, state.at_work = {}, {}, {}, {}  # room for the rest
     session.job = job
     state.take_over(_go_back(session))
 
@@ -199,12 +199,11 @@ def start_state(session: Session) -> JobState:
     params, position = initial_actor_params(job), 0
     if job.config.warmup.num_steps:
         params, position = run_warmup(job, params, session.outputs.message)
-    actor = job.trains[ACTOR_TRAIN].init(params)
-    trained = {ACTOR_TRAIN: actor}
-    if CRITIC_TRAIN in job.trains:
-        trained[CRITIC_TRAIN] = initial_critic(job, actor.params)
-    frozen = frozen_models(job, actor.params)
-    trained[ACTOR_TRAIN] = as_planned(job, ACTOR_TRAIN, actor)  # all others were made from it
+    # What is made of the actor's weights comes before its optimizer, which needs room, too.
+    frozen = frozen_models(job, params)
+    critic = initial_critic(job, params) if CRITIC_TRAIN in job.trains else None
+    actor = as_planned(job, ACTOR_TRAIN, job.trains[ACTOR_TRAIN].init(params))
+    trained = {ACTOR_TRAIN: actor} | ({} if critic is None else {CRITIC_TRAIN: critic})
     state = JobState(
         counters=Counters(data_position=position, kl_coef=job.config.algorithm.kl.coef),
         trained=trained,

@@ -60,30 +60,30 @@ def run_step(job: Job, state: JobState, prompts: PromptBatch) -> StepResult:
     Calls of one wave run together where their devices are disjoint.
     """
     values: Values = {"prompts": prompts}
-    ran: list[Finished] = []
+    spans: list[Span] = []
+    parking: list[Span] = []
     state.at_work.clear()  # of a step that was broken off
     for wave in job.workflow.waves():
-        made, ended = _run_wave(job, state, values, wave)
-        ran += ended
+        made = _run_wave(job, state, values, wave, spans, parking)
         while any(isinstance(x, Rollout) and outgrows(job, x) for x in made.values()):
             job = with_more_room(job)
-            made, ended = _run_wave(job, state, values, wave)
-            ran += ended
+            made = _run_wave(job, state, values, wave, spans, parking)
         rollouts = [x for x in made.values() if isinstance(x, Rollout)]
         job = job.with_room(max([r.response_width for r in rollouts], default=job.room))
         values |= made
-    return StepResult(
-        job=job,
-        values=values,
-        spans=tuple(x.span for x in ran),
-        parking=tuple(span for x in ran for span in x.parking),
-    )
+    return StepResult(job=job, values=values, spans=tuple(spans), parking=tuple(parking))
 
 
 def _run_wave(
-    job: Job, state: JobState, values: Values, wave: tuple[Call, ...]
-) -> tuple[Values, list[Finished]]:
-    """What the calls of a wave make, by name, and how its model-stages ran."""
+    job: Job,
+    state: JobState,
+    values: Values,
+    wave: tuple[Call, ...],
+    spans: list[Span],
+    parking: list[Span],
+) -> Values:
+    """What the calls of a wave make, by name; when its model-stages ran, and when parked state came
+    and went, is added to the spans."""
     check_devices(job.world, state.arrays(), state.views)
     stage_calls = [c for c in wave if isinstance(c, StageCall)]
     host_calls = [c for c in wave if isinstance(c, HostCall)]
@@ -98,8 +98,11 @@ def _run_wave(
     with watch(job.world, functools.partial(missing_devices, job, state)):
         finished = run_wave(tuple(works.values()), state.counters.step, meanwhile)
         for call in works:
-            made[call.outputs[0]] = _collect(job, state, values, call, finished[call.name])
-    return made, [finished[call.name] for call in works]
+            result = finished.pop(call.name)  # its arrays give their memory to the next wave
+            made[call.outputs[0]] = _collect(job, state, values, call, result)
+            spans.append(result.span)
+            parking += result.parking
+    return made
 
 
 def _run_host_calls(

@@ -11,6 +11,7 @@ from nereus_jax.config import parse_config
 from nereus_jax.core.errors import InfeasiblePlanError
 from nereus_jax.core.roles import ACTOR_TRAIN, CRITIC_TRAIN, REFERENCE_SCORE
 from nereus_jax.report.timeline import read_timeline
+from nereus_jax.runtime.dispatch import Work, run_wave
 from nereus_jax.runtime.parking import in_host_memory, is_parked, on_devices
 from nereus_jax.runtime.programs import ProgramCache
 from nereus_jax.runtime.world import form_world
@@ -68,6 +69,30 @@ def test_state_goes_to_host_memory_and_comes_back() -> None:
     assert in_host_memory(away)["x"] is away["x"] and on_devices(array) is array
     back = on_devices(away)["x"]
     assert back.sharding == on and back.tolist() == array.tolist()
+
+
+def test_parked_works_give_their_devices_to_each_other() -> None:
+    """Two works on devices of their own, and one on those of both: a lane of three."""
+    happened: list[str] = []
+
+    def work(name: str, devices: str) -> Work:
+        def note(what: str, result: Any = None) -> Any:
+            happened.append(f"{what} {name}")
+            return result
+
+        return Work(
+            name=name,
+            devices=tuple(devices),
+            launches=(lambda: note("run", {"x": jax.numpy.zeros(2)}),),
+            bring=lambda: note("bring"),
+            put_away=lambda: note("away"),
+        )
+
+    finished = run_wave((work("a", "01"), work("b", "23"), work("c", "0123")), 0)
+    before, after = happened[:4], happened[4:]
+    assert before == ["bring a", "run a", "bring b", "run b"]  # neither waits for the other
+    assert after == ["away a", "away b", "bring c", "run c", "away c"]
+    assert {name: len(x.parking) for name, x in finished.items()} == {"a": 2, "b": 2, "c": 2}
 
 
 @pytest.mark.slow
