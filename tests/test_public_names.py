@@ -22,6 +22,7 @@ PUBLIC_NAMES = [
     "LostStateError",
     "NereusError",
     "OutOfMemoryError",
+    "PlanTooLargeError",
     "PoolInbox",
     "ReshardError",
     "RewardError",
