@@ -76,9 +76,8 @@ class Candidates:
         for part in (self.pp, self.tp, self.zero1):
             code = code * (int(part.max(initial=0)) + 1) + part
         # Those of a form mostly follow each other: the first of each run will do.
-        starts = np.ones(len(code), np.bool_)
-        starts[1:] = code[1:] != code[:-1]
-        number = np.unique(code[starts], return_inverse=True)[1][np.cumsum(starts) - 1]
+        first = starts(code)
+        number = np.unique(code[first], return_inverse=True)[1][np.cumsum(first) - 1]
         # Two bytes are sorted by their digits, several times as fast as eight by comparison.
         return number.astype(np.int16 if number.max(initial=0) < 1 << 15 else np.int64)
 
@@ -95,6 +94,13 @@ class Candidates:
         """The candidates at these indices, or where a mask of [C] is set."""
         arrays = {f.name: getattr(self, f.name)[index] for f in dataclasses.fields(self)}
         return Candidates(**arrays)
+
+
+def starts(values: NDArray[Any]) -> Bools:
+    """Which values differ from the one before; the first one does."""
+    found = np.ones(len(values), np.bool_)
+    found[1:] = values[1:] != values[:-1]
+    return found
 
 
 def by_degree(function: Callable[[Ints], NDArray[Any]], degree: Ints) -> NDArray[Any]:

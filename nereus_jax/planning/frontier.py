@@ -13,13 +13,12 @@ with infinite ones.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nereus_jax.core.roles import ModelStage
-from nereus_jax.planning.candidates import Bools, Candidates, Ints
+from nereus_jax.planning.candidates import Bools, Candidates, Ints, starts
 
 Floats = NDArray[np.float64]
 
@@ -216,7 +215,7 @@ def frontier(options: StageOptions, widths: list[int], limit_bytes: float) -> Fr
     order = np.lexsort((peak, seconds, resident))
     seconds, resident, peak = seconds[order], resident[order], peak[order]
     index, parked = index[order], parked[order]
-    shifted = _shifted(peak, np.cumsum(_starts(resident)))
+    shifted = _shifted(peak, np.cumsum(starts(resident)))
     lanes = np.array(widths, np.int64)[:, None]
     fits = candidates.devices[index] <= lanes
     fits[:-1] &= lanes[:-1] % candidates.tp[index] == 0
@@ -249,19 +248,12 @@ def _best_of_groups(options: StageOptions, index: Ints, *, by_form: bool) -> Int
     group = options.candidates.forms[index] if by_form else options.held_bytes[index]
     order = np.lexsort((options.seconds[index], group))
     index = index[order]
-    first = _starts(options.held_bytes[index])
+    first = starts(options.held_bytes[index])
     if by_form:
-        first |= _starts(group[order])
+        first |= starts(group[order])
     lowest = np.minimum.accumulate(_shifted(options.working_bytes[index], np.cumsum(first)))
     first[1:] |= lowest[1:] < lowest[:-1]
     return index[first]
-
-
-def _starts(values: NDArray[Any]) -> Bools:
-    """Which values differ from the one before; the first one does."""
-    starts = np.ones(len(values), np.bool_)
-    starts[1:] = values[1:] != values[:-1]
-    return starts
 
 
 def _shifted(values: Floats, group: Ints) -> Floats:

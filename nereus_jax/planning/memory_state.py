@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from nereus_jax.core.architectures import LAYER_PREFIX
 from nereus_jax.core.emu_spec import DTYPE_BYTES, EmuSpec, LeafSpec
 from nereus_jax.core.layout import DP, KV, KVR, PP
-from nereus_jax.planning.candidates import Candidates, Ints, by_degree
+from nereus_jax.planning.candidates import Candidates, Ints, by_degree, starts
 
 Floats = NDArray[np.float64]
 Degrees = Mapping[str, Ints]
@@ -108,10 +108,7 @@ def _alike(spec: EmuSpec) -> list[tuple[LeafSpec, int]]:
 def _distinct(degrees: Degrees) -> tuple[Degrees, Ints]:
     """Degrees where they change from one candidate to the next, and [C] which of them each has.
     Candidates of one layout follow each other, so that there are far fewer."""
-    changes = np.zeros_like(degrees[PP], np.bool_)
-    changes[:1] = True
-    for values in degrees.values():
-        changes[1:] |= values[1:] != values[:-1]
+    changes = np.logical_or.reduce([starts(values) for values in degrees.values()])
     some = {axis: values[changes] for axis, values in degrees.items()}
     return some, np.cumsum(changes) - 1
 

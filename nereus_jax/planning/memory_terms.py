@@ -308,9 +308,8 @@ class HeadTerms:
           placed: float32 arrays that the objective reads; 0 in SCORE.
         """
         flushes = self.terms.candidates.accumulation
-        rows = (
-            flushes * self.terms.flush_tokens * 4 * (3 + 1 + placed)
-        )  # tokens, positions, segments
+        arrays = 3 + 1 + placed  # tokens, positions, segments
+        rows = flushes * self.terms.flush_tokens * 4 * arrays
         count = np.where(self.chunked, flushes * 4, 0)
         microbatches = (flushes > 1) | self.terms.piped | (placed == 0)
         return floats(rows + count + np.where(microbatches, 4, 0))

@@ -138,8 +138,7 @@ class _Parking:
 
     def __init__(self, step: int) -> None:
         self._step = step
-        self._begun: list[Work] = []
-        self._left: list[Work] = []
+        self._begun: list[Work] = []  # and not put away
         self.spans: dict[str, list[Span]] = {}
 
     def give_devices(self, work: Work, ends: Mapping[str, Future[float]]) -> None:
@@ -154,14 +153,14 @@ class _Parking:
 
     def put_rest_away(self, ends: Mapping[str, Future[float]]) -> None:
         """At the end of the wave."""
-        for work in self._begun:
+        for work in list(self._begun):
             self._put_away(work, ends)
 
     def _put_away(self, work: Work, ends: Mapping[str, Future[float]]) -> None:
         ends[work.name].result()
-        if work.put_away and work not in self._left:
+        if work.put_away:
             self._timed(work, work.put_away)
-            self._left.append(work)
+        self._begun.remove(work)
 
     def _timed(self, work: Work, move: Callable[[], None]) -> None:
         start_s, begin_s = time.time(), time.perf_counter()  # only the second never steps back

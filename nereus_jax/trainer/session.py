@@ -29,6 +29,7 @@ from nereus_jax.trainer.decided import Decided
 from nereus_jax.trainer.footprint import job_under
 from nereus_jax.trainer.job import Job
 from nereus_jax.trainer.outputs import Outputs
+from nereus_jax.trainer.parked import is_parked
 from nereus_jax.trainer.plan_schedule import PlanSchedule, first_job
 from nereus_jax.trainer.state import (
     Counters,
@@ -249,7 +250,7 @@ def resume_state(session: Session, step: int) -> JobState:
 
 def _where_planned(job: Job, stage: ModelStage, abstract: Tree) -> Tree:
     """State of a model-stage that is to be read: into host memory if the plan parks it."""
-    return parked_abstract(abstract) if job.execution.choices[stage].parked else abstract
+    return parked_abstract(abstract) if is_parked(job, stage) else abstract
 
 
 def _data_identity(job: Job) -> dict[str, object]:
