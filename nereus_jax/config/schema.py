@@ -379,6 +379,16 @@ class ControlConfig:
     policy: str = ""
     """When it moves: static, dp_only, any_gain, every_k=STEPS or payback=GAMMA (a move must pay
     back within GAMMA of the steps for which it is expected to be right). Empty: no controller."""
+    length_threshold: PositiveFloat = 0.30
+    """Relative change of the mean, or of the 95th percentile, of response lengths since the last
+    look for a plan that is a reason for another."""
+    memory_threshold: PositiveFloat = 0.15
+    """The same of the largest measured memory of a device."""
+    efficiency_threshold: PositiveFloat = 0.25
+    """The same of what an operation class reaches of its peak."""
+    doubt: NonNegativeFloat = 1.0
+    """How many times what prices of plans are off by, as far as the run has shown, payback asks of
+    a gain; 0: any gain is one."""
     park: bool = False
     """Whether plans may have idle model-stages wait in host memory, which must have room."""
     pool_trace: str = ""

@@ -55,6 +55,14 @@ class SimulationConfig:
     """Of the first run; the others of `--seeds` follow."""
     checkpoint_every: PositiveInt = 10
     """Steps from one checkpoint to the next."""
+    length_threshold: PositiveFloat = 0.30
+    """As a run's `control.length_threshold`; the next three as those there."""
+    memory_threshold: PositiveFloat = 0.15
+    """Of the largest measured memory of a device."""
+    efficiency_threshold: PositiveFloat = 0.25
+    """Of what an operation class reaches of its peak."""
+    doubt: NonNegativeFloat = 1.0
+    """Of what prices are off by, that payback asks of a gain."""
 
     supply: str = "all"
     """Nodes over time: a trace file, `synthetic`, or `all`: nothing changes."""

@@ -4,6 +4,8 @@ Eq. 2 of Nereus (arXiv 2609.34645): with dL = L_step(S) - L_step(S*),
 
     dL > 0  and  L_tran / dL <= gamma * H_x
 
+What is gained must be more than prices are off by, too: else it is no gain that anybody has seen.
+
 A target that is refused is not the end: slightly slower ones whose transitions are cheaper are
 looked at in turn. In an urgent case profit is waived; then that target is taken which costs least
 over the horizon, transition included, and that is reached before devices go.
@@ -40,7 +42,9 @@ class Assessed:
     Attributes:
       candidate: the plan with its price.
       gain_s: dL: seconds a step that it saves; below 0: it is slower.
-      transition: what it takes to get there; None: not asked, because it saves nothing.
+      doubt_s: seconds a step that this may be off by.
+      transition: what it takes to get there; None: not asked, because it saves nothing, or nothing
+        that is sure.
       payback_steps: L_tran / dL; None: never.
       admitted: whether it is the one that is taken.
       reason: one line.
@@ -49,6 +53,7 @@ class Assessed:
 
     candidate: Candidate
     gain_s: float
+    doubt_s: float = 0.0
     transition: TransitionEstimate | None = None
     payback_steps: float | None = None
     admitted: bool = False
@@ -77,6 +82,12 @@ class Choice:
 
 
 Estimate = Callable[[Candidate], TransitionEstimate]
+Doubt = Callable[[Candidate], float]
+
+
+def no_doubt(_candidate: Candidate) -> float:
+    """Prices are right."""
+    return 0.0
 
 
 def choose_profitable(
@@ -85,6 +96,7 @@ def choose_profitable(
     estimate: Estimate,
     policy: Policy,
     horizon_steps: float,
+    doubt: Doubt = no_doubt,
 ) -> Choice:
     """An optional move.
 
@@ -94,11 +106,16 @@ def choose_profitable(
       estimate: of the transition to one; asked only where it matters.
       policy: says what is asked of a move.
       horizon_steps: H_x.
+      doubt: seconds a step that the gain by a candidate must be more than.
     """
     assessed: list[Assessed] = []
     for candidate in candidates:
-        gain_s = step_s - candidate.cost_s
-        looked_at = _optional(candidate, gain_s, estimate, policy, horizon_steps)
+        looked_at = Assessed(
+            candidate=candidate, gain_s=step_s - candidate.cost_s, reason="no faster"
+        )
+        if looked_at.gain_s > 0:
+            looked_at = dataclasses.replace(looked_at, doubt_s=doubt(candidate))
+            looked_at = _faster(looked_at, estimate, policy, horizon_steps)
         assessed.append(looked_at)
         if looked_at.admitted:
             return Choice(verdict=Verdict.ADMIT, reason=looked_at.reason, assessed=assessed)
@@ -110,17 +127,17 @@ def choose_profitable(
     return Choice(verdict=Verdict.KEEP, reason="no plan is faster", assessed=assessed)
 
 
-def _optional(
-    candidate: Candidate,
-    gain_s: float,
-    estimate: Estimate,
-    policy: Policy,
-    horizon_steps: float,
+def _faster(
+    looked_at: Assessed, estimate: Estimate, policy: Policy, horizon_steps: float
 ) -> Assessed:
-    looked_at = Assessed(candidate=candidate, gain_s=gain_s, reason="no faster")
-    if gain_s <= 0:
-        return looked_at
-    transition = estimate(candidate)
+    """What becomes of a candidate that is priced faster."""
+    gain_s = looked_at.gain_s
+    if policy.gain is Gain.PAYBACK and gain_s <= looked_at.doubt_s:
+        return dataclasses.replace(
+            looked_at,
+            reason=f"saves {gain_s:.3g} s a step, and prices are off by {looked_at.doubt_s:.3g} s",
+        )
+    transition = estimate(looked_at.candidate)
     looked_at = dataclasses.replace(
         looked_at,
         transition=transition,
@@ -128,14 +145,13 @@ def _optional(
     )
     if not transition.executable:
         return dataclasses.replace(looked_at, reason=f"not executable: {transition.reason}")
-    payback = transition.seconds / gain_s
     if policy.gain is Gain.NEVER:
         return dataclasses.replace(looked_at, reason=f"{policy.name} makes no optional move")
     if policy.gain is Gain.ANY:
         return dataclasses.replace(looked_at, admitted=True, reason="faster")
     if policy.gamma == 0:
         return dataclasses.replace(looked_at, reason="gamma is 0: urgent moves only")
-    bound = policy.gamma * horizon_steps
+    payback, bound = transition.seconds / gain_s, policy.gamma * horizon_steps
     admitted = payback <= bound
     sign = "within" if admitted else "more than"
     return dataclasses.replace(

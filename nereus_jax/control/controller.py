@@ -122,8 +122,14 @@ class Controller:
         workload = seen_workload(self.settings, record)
         beliefs = state.beliefs
         learned = learn(
-            Learned(efficiencies=beliefs.efficiencies, history=state.history),
+            Learned(
+                efficiencies=beliefs.efficiencies,
+                offsets=beliefs.offsets,
+                spreads=beliefs.spreads,
+                history=state.history,
+            ),
             record,
+            state.plan,
             lambda stage, efficiencies: self.costs.stage_seconds(
                 state.plan,
                 stage,
@@ -147,7 +153,12 @@ class Controller:
                 self.settings.history_steps,
                 self.settings.workload_steps,
             ),
-            beliefs=dataclasses.replace(beliefs, efficiencies=learned.efficiencies),
+            beliefs=dataclasses.replace(
+                beliefs,
+                efficiencies=learned.efficiencies,
+                offsets=learned.offsets,
+                spreads=learned.spreads,
+            ),
             history=learned.history,
             plan_steps=state.plan_steps + 1,
             peak_bytes=max(state.peak_bytes, record.peak_memory_bytes),

@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from nereus_jax.control.learning import Spread
+from nereus_jax.control.offsets import Offsets
 from nereus_jax.core.devices import DeviceId, DevicePool
 from nereus_jax.core.execution_plan import ExecutionPlan
 from nereus_jax.core.roles import ModelStage, Stage
@@ -24,12 +26,18 @@ class Beliefs:
 
     Attributes:
       efficiencies: what is reached of the hardware's peaks.
+      offsets: what was measured of setups that have run, beyond what efficiencies explain.
+      spreads: of each model-stage, how far its seconds scatter.
       corrections: by stage, what modelled temporaries are multiplied with after peaks were
         measured.
       transition_ratio: measured over modelled seconds of transitions.
     """
 
     efficiencies: Efficiencies = dataclasses.field(default_factory=Efficiencies.prior)
+    offsets: Offsets = dataclasses.field(default_factory=Offsets)
+    spreads: Mapping[ModelStage, Spread] = dataclasses.field(
+        default_factory=dict[ModelStage, Spread]
+    )
     corrections: Mapping[Stage, float] = dataclasses.field(default_factory=dict[Stage, float])
     transition_ratio: float = 1.0
 
@@ -135,7 +143,8 @@ class CostFunction(Protocol):
     def stage_seconds(
         self, plan: ExecutionPlan, model_stage: ModelStage, workload: Workload, beliefs: Beliefs
     ) -> Mapping[OperationClass, float]:
-        """Of all calls of one model-stage in a step, by class, as `price` has it."""
+        """Of all calls of one model-stage in a step, by class, as `price` has it but for the
+        offset of its setup (`Beliefs.offsets`)."""
         ...
 
     def transition(

@@ -144,6 +144,7 @@ def _candidate_json(assessed: Assessed) -> dict[str, Any]:
         "by_checkpoint": assessed.by_checkpoint,
         "risk_s": candidate.risk_s,
         "gain_s": assessed.gain_s,
+        "doubt_s": assessed.doubt_s,
         "payback_steps": assessed.payback_steps,
         "admitted": assessed.admitted,
         "reason": assessed.reason,

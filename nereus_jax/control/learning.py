@@ -7,9 +7,9 @@ that are due: all in the first steps of a plan, else one a step, in turn, and an
 token are off. A surprise is a step whose seconds are off by `SURPRISE`, both per token in
 comparison with those before and against the model.
 
-How far a model-stage's seconds usually are from the model, by what the model has wrong and by what
-the machine does beside, is learned with them: it is the noise of its measurements, and a surprise
-is half as much again.
+How far a model-stage's seconds scatter around what is expected, more than what is unsure of that
+explains, is learned with them (`Spread`): it is the noise of its measurements, and a surprise is
+half as much again.
 
 One surprise teaches nothing: it is a step that was odd. When the same model-stage surprises twice
 on end, efficiencies have changed, and the change is learned at once: a filter that has learned for
@@ -24,7 +24,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from nereus_jax.control.offsets import Offsets, observe_setup, off_by_std
 from nereus_jax.core.events import StepRecord
+from nereus_jax.core.execution_plan import ExecutionPlan
 from nereus_jax.core.roles import ModelStage, Stage
 from nereus_jax.planning.calibration import CLASSES, NOISE, Efficiencies, OperationClass, observe
 
@@ -34,9 +36,11 @@ SURPRISE = 0.20
 """Change of the logarithm of a model-stage's seconds per token that is looked into."""
 RATE_WEIGHT = 0.2
 """Of the newest step in the average that a surprise is measured against."""
-FIRST_SPREAD, SPREAD_WEIGHT, MOST_SPREAD = 0.2, 0.1, 0.5
-"""What the model is off by before anything is known, the weight of the newest step in the average,
-and the most of a step that counts: one that was odd says little of the usual."""
+FIRST_SPREAD, MOST_SPREAD = 0.2, 0.5
+"""What the model is off by before anything is known, and the most of a step that counts: one that
+was odd says little of the usual."""
+SPREAD_WEIGHT = 0.1
+"""Of the newest step in that average, after the first ones."""
 SURPRISE_SPREADS = 1.5
 """How much more than usual a surprise is off."""
 CHANGE = 0.7
@@ -48,6 +52,36 @@ Seconds = Callable[[ModelStage, Efficiencies], Mapping[OperationClass, float]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Spread:
+    """How far seconds of a model-stage are from what is expected, under whatever plan.
+
+    Attributes:
+      steps: that were compared.
+      size: average of the logarithm of measured over expected seconds, its sign left away.
+    """
+
+    steps: int = 0
+    size: float = FIRST_SPREAD
+
+    @property
+    def surprise(self) -> float:
+        """From how much on a step is one."""
+        return max(SURPRISE, SURPRISE_SPREADS * self.size)
+
+    def after(self, log_ratio: float, unsure: float) -> "Spread":
+        """With one more step.
+
+        Args:
+          log_ratio: that it was off by.
+          unsure: relative standard deviation of what was expected.
+        """
+        left = math.sqrt(max(log_ratio**2 - unsure**2, 0.0))
+        weight = max(SPREAD_WEIGHT, 1.0 / (self.steps + 2))
+        more = min(left, MOST_SPREAD) - self.size
+        return Spread(steps=self.steps + 1, size=self.size + weight * more)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StageHistory:
     """What the last steps of a model-stage were like, under one plan.
 
@@ -55,23 +89,11 @@ class StageHistory:
       steps: that counted.
       rate: average of the logarithm of seconds per token.
       surprises: 1 where the last step was one.
-      spread: average of the size of the logarithm of measured over modelled seconds.
     """
 
     steps: int = 0
     rate: float = 0.0
     surprises: int = 0
-    spread: float = FIRST_SPREAD
-
-    @property
-    def surprise(self) -> float:
-        """From how much on a step is one."""
-        return max(SURPRISE, SURPRISE_SPREADS * self.spread)
-
-    def off_by(self, log_ratio: float) -> "StageHistory":
-        """After one more step that the model was off by so much."""
-        more = min(abs(log_ratio), MOST_SPREAD) - self.spread
-        return dataclasses.replace(self, spread=self.spread + SPREAD_WEIGHT * more)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,36 +102,42 @@ class Learned:
 
     Attributes:
       efficiencies: of operation classes.
-      history: of each model-stage.
+      offsets: of setups that have run.
+      spreads: of each model-stage, under whatever plan.
+      history: of each model-stage, under this plan.
       changed: efficiencies that were seen to change in this step, after over before.
     """
 
     efficiencies: Efficiencies
+    offsets: Offsets
+    spreads: Mapping[ModelStage, Spread]
     history: Mapping[ModelStage, StageHistory]
     changed: Mapping[OperationClass, float] = dataclasses.field(
         default_factory=dict[OperationClass, float]
     )
 
 
-def learn(before: Learned, record: StepRecord, seconds: Seconds) -> Learned:
+def learn(before: Learned, record: StepRecord, plan: ExecutionPlan, seconds: Seconds) -> Learned:
     """Learns from a step's seconds; those of programs that just were compiled do not count.
 
     Args:
       before: what was known.
       record: of the step.
+      plan: that it ran under.
       seconds: of a model-stage in this step by class, as these efficiencies predict it.
     """
-    efficiencies, history = before.efficiencies, dict(before.history)
+    efficiencies, offsets = before.efficiencies, before.offsets
+    spreads, history = dict(before.spreads), dict(before.history)
     changed: dict[OperationClass, float] = {}
     timed = sorted(s for s in record.stage_s if s not in record.first_after_compile)
     for number, stage in enumerate(timed):
         took_s = record.stage_s[stage]
         if not 0.0 < took_s < math.inf:
             continue
-        known = history.get(stage, StageHistory())
+        known, spread = history.get(stage, StageHistory()), spreads.get(stage, Spread())
         prompt_tokens = 0.0 if stage.stage is Stage.GENERATE else record.prompts.mean
         rate = math.log(took_s / (prompt_tokens + record.responses.mean))
-        odd = known.steps > 1 and abs(rate - known.rate) > known.surprise
+        odd = known.steps > 1 and abs(rate - known.rate) > spread.surprise
         due = known.steps < YOUNG_STEPS or record.step % len(timed) == number
         modelled: Mapping[OperationClass, float] = {}
         if due or odd:
@@ -117,21 +145,32 @@ def learn(before: Learned, record: StepRecord, seconds: Seconds) -> Learned:
         if sum(modelled.values()) <= 0:
             history[stage] = _after(known, rate)
             continue
-        noise = max(GENERATE_NOISE if stage.stage is Stage.GENERATE else NOISE, known.spread)
-        log_ratio = math.log(took_s / sum(modelled.values()))
-        surprise = odd and abs(log_ratio) > known.surprise
-        known = known.off_by(log_ratio)
+        noise = max(GENERATE_NOISE if stage.stage is Stage.GENERATE else NOISE, spread.size)
+        setup = plan.setup(stage)
+        expected = {c: s * offsets.factor(setup) for c, s in modelled.items()}
+        log_ratio = math.log(took_s / sum(expected.values()))
+        surprise = odd and abs(log_ratio) > spread.surprise
+        unsure = off_by_std(efficiencies, offsets, setup, expected)
+        spreads[stage] = spread.after(log_ratio, unsure)
         if surprise and not known.surprises:
             history[stage] = dataclasses.replace(known, surprises=1)
         elif surprise:
             old = efficiencies
-            efficiencies = after_change(old, modelled, took_s, noise=noise)
+            efficiencies = after_change(old, expected, took_s, noise=noise)
             changed |= {c: changed.get(c, 1.0) * efficiencies[c] / old[c] for c in modelled}
-            history[stage] = _after(StageHistory(spread=known.spread), rate)
+            history[stage] = _after(StageHistory(), rate)
         else:
-            efficiencies = observe(efficiencies, modelled, took_s, noise=noise)
+            efficiencies, offsets = observe_setup(
+                efficiencies, offsets, setup, expected, took_s, noise
+            )
             history[stage] = _after(known, rate)
-    return Learned(efficiencies=efficiencies, history=history, changed=changed)
+    return Learned(
+        efficiencies=efficiencies,
+        offsets=offsets,
+        spreads=spreads,
+        history=history,
+        changed=changed,
+    )
 
 
 def _after(known: StageHistory, rate: float) -> StageHistory:

@@ -125,12 +125,12 @@ class PlannerCosts:
                     if as_it_is:
                         known |= searched_prices(problem, step)
                     plan = self._placed(step, pool, current)
-                    price = self._price(problem, plan, known)
+                    price = self._price(problem, plan, beliefs, known)
                     found.append(Candidate(plan=plan, price=price, origin=origin))
                     if view.zero1 or price.survives:
                         continue
                     plan = _at(step, spread(pool.devices, self._node, _largest_unit(step)))
-                    price = self._price(problem, plan, known)
+                    price = self._price(problem, plan, beliefs, known)
                     if price.survives:
                         found.append(Candidate(plan=plan, price=price, origin=f"{origin}, spread"))
         kept: list[Candidate] = []
@@ -143,7 +143,7 @@ class PlannerCosts:
         self, plan: ExecutionPlan, workload: Workload, pool: DevicePool, beliefs: Beliefs
     ) -> PlanPrice:
         """As `CostFunction`."""
-        return self._price(self._problem(workload, len(pool), beliefs), plan)
+        return self._price(self._problem(workload, len(pool), beliefs), plan, beliefs)
 
     def peak_bytes(
         self, plan: ExecutionPlan, workload: Workload, pool: DevicePool, beliefs: Beliefs
@@ -242,7 +242,11 @@ class PlannerCosts:
         )
 
     def _price(
-        self, problem: PlanProblem, plan: ExecutionPlan, known: Known | None = None
+        self,
+        problem: PlanProblem,
+        plan: ExecutionPlan,
+        beliefs: Beliefs,
+        known: Known | None = None,
     ) -> PlanPrice:
         placements = plan.plan.placements
         made: dict[int, int] = {}
@@ -251,7 +255,7 @@ class PlannerCosts:
             if id(placement.devices) not in made:
                 made[id(placement.devices)] = self._node_size(placement)
             sizes[stage] = made[id(placement.devices)]
-        price = price_plan(problem, plan, sizes, known)
+        price = price_plan(problem, plan, sizes, known, beliefs.offsets.factors(plan))
         return dataclasses.replace(price, survives=survives(plan, self._node))
 
     def _placed(self, step: PlannedStep, pool: DevicePool, current: ExecutionPlan) -> ExecutionPlan:

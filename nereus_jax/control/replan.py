@@ -32,6 +32,7 @@ from nereus_jax.control.monitor import (
     with_crossings,
     with_references,
 )
+from nereus_jax.control.offsets import Priced, doubt_s
 from nereus_jax.control.plan_variants import sparing
 from nereus_jax.control.settings import ControllerSettings
 from nereus_jax.control.state import ControllerState
@@ -89,6 +90,16 @@ class _Case:
     def risk_s(self, price: PlanPrice) -> float:
         """What losses are expected to cost a plan, in seconds a step."""
         return 0.0 if price.survives else self.loss_s
+
+    def doubt_s(self, candidate: Candidate) -> float:
+        """Seconds a step that the gain by a candidate must be more than."""
+        known = self.beliefs
+        return self.start.settings.doubt * doubt_s(
+            known.efficiencies,
+            known.offsets,
+            Priced(plan=self.start.state.plan, price=self.price),
+            Priced(plan=candidate.plan, price=candidate.price),
+        )
 
     @property
     def cost_s(self) -> float:
@@ -288,7 +299,9 @@ def _choose(case: _Case, found: Candidates) -> tuple[Choice, bool]:
         plans = [c for c in plans if c.plan != state.plan]
     plans = _with_risks(case, plans)
     if not case.urgent:
-        choice = choose_profitable(case.cost_s, plans, case.estimate, policy, case.horizon_steps)
+        choice = choose_profitable(
+            case.cost_s, plans, case.estimate, policy, case.horizon_steps, case.doubt_s
+        )
         return choice, False
     plans += _with_risks(case, _sparing(case))
     choice = choose_urgent(case.cost_s, plans, case.estimate, case.horizon_steps, case.left_s)

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from nereus_jax.config.schema import ControlConfig
+from nereus_jax.config.simulation import SimulationConfig
 from nereus_jax.control.forecast import ForecastSettings
 from nereus_jax.control.monitor import Prior, Thresholds
 from nereus_jax.control.policies import Policy, payback
@@ -26,6 +28,8 @@ class ControllerSettings:
       look_ahead_steps: steps ahead whose mean length a new plan is made for.
       plan_ahead_steps: steps for whose longest response a new plan has memory.
       least_share: of a step's seconds that an operation class must have to be a signal.
+      doubt: how many times what prices are off by an optional gain must be under a policy that asks
+        for payback; 0: any gain is one.
       candidates: plans that are asked of the search.
       park: in an urgent case, idle model-stages may wait in the memory of the host.
       deadline_margin: a transition must be this many times faster than the time that is left.
@@ -46,6 +50,7 @@ class ControllerSettings:
     look_ahead_steps: int = 5
     plan_ahead_steps: int = 20
     least_share: float = 0.05
+    doubt: float = 1.0
     candidates: int = 4
     park: bool = True
     deadline_margin: float = 1.5
@@ -58,6 +63,8 @@ class ControllerSettings:
                 raise ConfigError(
                     f"controller: {name} must be at least 1, got {getattr(self, name)}"
                 )
+        if not 0 <= self.doubt < float("inf"):
+            raise ConfigError(f"controller: doubt must be at least 0, got {self.doubt:g}")
         if not 0 < self.interval_weight <= 1:
             raise ConfigError(
                 f"controller: interval_weight must be in (0, 1], got {self.interval_weight:g}"
@@ -68,3 +75,12 @@ class ControllerSettings:
                 raise ConfigError(
                     f"controller: the threshold of {field.name} must be above 0, got {value:g}"
                 )
+
+
+def thresholds_of(config: ControlConfig | SimulationConfig) -> Thresholds:
+    """Those of a run's or of a simulation's configuration."""
+    return Thresholds(
+        length=config.length_threshold,
+        efficiency=config.efficiency_threshold,
+        memory=config.memory_threshold,
+    )

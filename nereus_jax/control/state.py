@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from nereus_jax.control.costs import Beliefs
-from nereus_jax.control.learning import StageHistory
+from nereus_jax.control.learning import Spread, StageHistory
 from nereus_jax.control.monitor import EFFICIENCY, Signal
+from nereus_jax.control.offsets import Offsets
 from nereus_jax.core.devices import DeviceId, DevicePool
 from nereus_jax.core.events import LengthSummary
 from nereus_jax.core.execution_plan import ExecutionPlan
@@ -170,8 +171,7 @@ class ControllerState:
             "lengths": self.lengths.to_json(),
             "beliefs": beliefs_to_json(self.beliefs),
             "history": {
-                str(s): [h.steps, h.rate, h.surprises, h.spread]
-                for s, h in sorted(self.history.items())
+                str(s): [h.steps, h.rate, h.surprises] for s, h in sorted(self.history.items())
             },
             "plan_steps": self.plan_steps,
             "peak_bytes": self.peak_bytes,
@@ -199,7 +199,7 @@ class ControllerState:
             )
         pending, facts = data["pending"], data["facts"]
         history = {
-            ModelStage.parse(s): StageHistory(steps=h[0], rate=h[1], surprises=h[2], spread=h[3])
+            ModelStage.parse(s): StageHistory(steps=h[0], rate=h[1], surprises=h[2])
             for s, h in data["history"].items()
         }
         return cls(
@@ -333,6 +333,8 @@ def beliefs_to_json(beliefs: Beliefs) -> dict[str, Any]:
         "log_values": [float(x) for x in known.log_values],
         "covariance": [[float(x) for x in row] for row in known.covariance],
         "observations": [float(x) for x in known.observations],
+        "offsets": beliefs.offsets.to_json(),
+        "spreads": {str(m): [x.steps, x.size] for m, x in sorted(beliefs.spreads.items())},
         "corrections": {s.value: x for s, x in sorted(beliefs.corrections.items())},
         "transition_ratio": beliefs.transition_ratio,
     }
@@ -352,6 +354,11 @@ def beliefs_from_json(data: Mapping[str, Any]) -> Beliefs:
             covariance=np.array(data["covariance"], np.float64),
             observations=np.array(data["observations"], np.float64),
         ),
+        offsets=Offsets.from_json(data["offsets"]) if "offsets" in data else Offsets(),
+        spreads={
+            ModelStage.parse(m): Spread(steps=x[0], size=x[1])
+            for m, x in data.get("spreads", {}).items()
+        },
         corrections={Stage(s): float(x) for s, x in data["corrections"].items()},
         transition_ratio=float(data["transition_ratio"]),
     )

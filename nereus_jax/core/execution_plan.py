@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from nereus_jax.core.errors import InfeasiblePlanError
+from nereus_jax.core.layout import ParallelLayout
 from nereus_jax.core.plan import Plan
 from nereus_jax.core.roles import ModelStage, Stage
 
@@ -30,6 +31,21 @@ class StageChoice:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class StageSetup:
+    """What the seconds of a model-stage depend on beside its work.
+
+    Attributes:
+      model_stage: which.
+      layout: its degrees.
+      choice: how it runs.
+    """
+
+    model_stage: ModelStage
+    layout: ParallelLayout
+    choice: StageChoice
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ExecutionPlan:
     """Where every model-stage lives, and how it runs there.
 
@@ -47,6 +63,12 @@ class ExecutionPlan:
             raise InfeasiblePlanError(
                 f"placements and choices name different model-stages: {', '.join(without)}"
             )
+
+    def setup(self, stage: ModelStage) -> StageSetup:
+        """Of one of its model-stages."""
+        return StageSetup(
+            model_stage=stage, layout=self.plan[stage].layout, choice=self.choices[stage]
+        )
 
     def to_json(self) -> dict[str, dict[str, object]]:
         """`Plan.to_json`, with the choices beside the degrees."""

@@ -122,13 +122,9 @@ class Efficiencies:
             log_values[CLASSES.index(operation)] = math.log(value)
         return dataclasses.replace(self, log_values=log_values)
 
-    def seconds_std(self, seconds: Mapping[OperationClass, float]) -> float:
-        """Relative standard deviation of modelled seconds, given by class."""
-        shares = _shares(seconds)
-        return math.sqrt(float(shares @ self.covariance @ shares))
 
-
-def _shares(seconds: Mapping[OperationClass, float]) -> Floats:
+def shares_of(seconds: Mapping[OperationClass, float]) -> Floats:
+    """[K] of the classes in some seconds, of which at least one is above 0."""
     values = np.array([seconds.get(c, 0.0) for c in CLASSES])
     return values / values.sum()
 
@@ -154,7 +150,7 @@ def observe(
     predicted_s = sum(seconds.values())
     if first_after_compile or not 0 < measured_s < math.inf or predicted_s <= 0:
         return efficiencies
-    shares = _shares(seconds)
+    shares = shares_of(seconds)
     covariance = efficiencies.covariance + DRIFT**2 * np.diag(shares > 0)
     spread = covariance @ shares
     variance = float(shares @ spread) + noise**2

@@ -55,6 +55,17 @@ class StagePrice:
     resident_bytes: float = 0.0
     working_bytes: float = 0.0
 
+    def times(self, factor: float) -> "StagePrice":
+        """The same with calls that take longer by a factor."""
+        if factor == 1.0:
+            return self
+        by_class = {c: factor * s for c, s in self.seconds_by_class.items()}
+        return dataclasses.replace(
+            self,
+            seconds=sum(by_class.values()) + self.edge_s + self.park_s,
+            seconds_by_class=by_class,
+        )
+
 
 Known = dict[tuple[object, ...], StagePrice]
 """Prices of model-stages by all that they depend on beside the problem."""
@@ -142,6 +153,7 @@ def price_plan(
     plan: ExecutionPlan,
     node_sizes: Mapping[ModelStage, int] | None = None,
     known: Known | None = None,
+    factors: Mapping[ModelStage, float] | None = None,
 ) -> PlanPrice:
     """The price of a plan.
 
@@ -152,6 +164,8 @@ def price_plan(
         the hardware has it.
       known: prices of model-stages of the same problem, which are added to; plans of one search
         differ in few of them.
+      factors: measured over modelled seconds of model-stages as they run in this plan; by default
+        1.
     """
     sizes = node_sizes or {}
     made: Known = {} if known is None else known
@@ -162,7 +176,7 @@ def price_plan(
         key = _key(problem, stage, layout, choice, sizes.get(stage))
         if key not in made:
             made[key] = _stage_price(problem, plan, stage, sizes.get(stage), layers)
-        stages[stage] = made[key]
+        stages[stage] = made[key].times((factors or {}).get(stage, 1.0))
     devices, positions = _positions(plan)
     parts = {s: (x.resident_bytes, x.working_bytes) for s, x in stages.items()}
     peaks = _device_bytes(parts, positions, len(devices))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nereus_jax.config.simulation import SimulationConfig, load_simulation
+from nereus_jax.control.settings import thresholds_of
 from nereus_jax.core.architectures import DecoderConfig
 from nereus_jax.core.errors import ConfigError
 from nereus_jax.core.roles import Role
@@ -180,13 +181,14 @@ def scenario_of(config: SimulationConfig, model: DecoderConfig, seed: int) -> Sc
     Raises:
       ConfigError: a trace cannot be read, or does not fit.
     """
-    return make_scenario(
+    scenario = make_scenario(
         problem_of(config, model),
         trace_of(config, seed),
         config.nodes,
         seed,
         checkpoint_every=config.checkpoint_every,
     )
+    return dataclasses.replace(scenario, thresholds=thresholds_of(config), doubt=config.doubt)
 
 
 def problem_of(config: SimulationConfig, model: DecoderConfig) -> PlanProblem:

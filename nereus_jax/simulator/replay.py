@@ -20,6 +20,7 @@ import numpy as np
 
 from nereus_jax.config import RunConfig
 from nereus_jax.control.planner_costs import PROGRAMS, PlannerCosts
+from nereus_jax.control.settings import thresholds_of
 from nereus_jax.control.state import plan_devices
 from nereus_jax.core.architectures import DecoderConfig
 from nereus_jax.core.errors import ConfigError
@@ -104,6 +105,8 @@ class Replay:
             trace=trace,
             costs=PlannerCosts(problem=problem, node_of=lambda device: device.host),
             checkpoint_every=every or len(recording.steps) + 1,
+            thresholds=thresholds_of(recording.config.control),
+            doubt=recording.config.control.doubt,
             start=recording.steps[0].plan,
         )
 

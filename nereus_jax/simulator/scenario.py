@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 
+from nereus_jax.control.monitor import Thresholds
 from nereus_jax.control.planner_costs import PlannerCosts
 from nereus_jax.control.settings import ControllerSettings
 from nereus_jax.control.state import ControllerState
@@ -30,6 +31,8 @@ class Scenario:
       trace: what it goes through.
       costs: what the controller's planner believes.
       checkpoint_every: steps from one checkpoint to the next.
+      thresholds: of the controller's signals.
+      doubt: as `ControllerSettings` has it.
       start: the plan that a run starts with; None: the planner's best for the first step.
     """
 
@@ -37,6 +40,8 @@ class Scenario:
     trace: DriftTrace
     costs: PlannerCosts
     checkpoint_every: int = 10
+    thresholds: Thresholds = dataclasses.field(default_factory=Thresholds)
+    doubt: float = 1.0
     start: ExecutionPlan | None = None
     _drawn: dict[int, StepRows] = dataclasses.field(
         default_factory=dict[int, StepRows], init=False, repr=False, compare=False

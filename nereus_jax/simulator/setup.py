@@ -69,6 +69,8 @@ def settings_for(scenario: Scenario, policy: Policy) -> ControllerSettings:
         workload=workload,
         policy=policy,
         num_steps=scenario.trace.steps,
+        thresholds=scenario.thresholds,
+        doubt=scenario.doubt,
         park=scenario.cluster.problem.park,
         checkpoint_every=scenario.checkpoint_every,
     )

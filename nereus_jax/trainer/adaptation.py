@@ -17,10 +17,11 @@ from nereus_jax.config import RunConfig
 from nereus_jax.control.controller import Controller
 from nereus_jax.control.costs import Beliefs
 from nereus_jax.control.expectation import forecast_of
+from nereus_jax.control.offsets import EMULATED_OFFSET_STD, OFFSET_STD, Offsets
 from nereus_jax.control.planner_costs import PlannerCosts
 from nereus_jax.control.policies import parse_policy
 from nereus_jax.control.pool_trace import PoolChange, PoolReader, TraceEvent, read_pool_trace
-from nereus_jax.control.settings import ControllerSettings
+from nereus_jax.control.settings import ControllerSettings, thresholds_of
 from nereus_jax.control.state import (
     ControllerState,
     initial_state,
@@ -52,6 +53,7 @@ from nereus_jax.core.execution_plan import ExecutionPlan
 from nereus_jax.core.hardware import Hardware
 from nereus_jax.planning.calibration import Efficiencies
 from nereus_jax.planning.calibration_record import load_efficiencies, software_versions
+from nereus_jax.planning.hardware import CPU_EMULATED
 from nereus_jax.planning.transition_inputs import TransitionBudget
 from nereus_jax.rl.rollout import Rollout
 from nereus_jax.runtime import host
@@ -388,12 +390,16 @@ def make_adaptation(job: Job, hardware: Hardware, sources: PoolSources) -> Adapt
         workload=longest_workload(config),
         policy=policy,
         num_steps=config.num_steps,
+        thresholds=thresholds_of(config.control),
+        doubt=config.control.doubt,
         park=config.control.park,
         checkpoint_every=config.checkpoint.every,
     )
     state = None
     if job.world.is_main:
-        state = initial_state(job.execution, job.world.pool, Beliefs(efficiencies=prior))
+        first_std = EMULATED_OFFSET_STD if hardware.name == CPU_EMULATED else OFFSET_STD
+        beliefs = Beliefs(efficiencies=prior, offsets=Offsets(first_std=first_std))
+        state = initial_state(job.execution, job.world.pool, beliefs)
     costs = PlannerCosts(problem=problem, budget=budget)
     return Adaptation(
         controller=Controller(settings=settings, costs=costs),

@@ -90,6 +90,27 @@ def test_what_cannot_be_reached_is_rejected():
     assert choice.verdict is Verdict.REJECT and choice.reason == "not executable: no memory"
 
 
+def test_a_gain_that_prices_may_be_off_by_is_none():
+    estimate, asked = takes(8.0, 1.0, 8.5, 1.0)
+    candidates = [candidate(8.0), candidate(8.5)]
+
+    def choose(policy, **doubts: float):
+        doubt = {8.0: doubts["first"], 8.5: doubts["second"]}
+        return choose_profitable(
+            10.0, candidates, estimate, policy, 10.0, lambda c: doubt[c.price.step_s]
+        )
+
+    choice = choose(payback(), first=2.0, second=1.5)  # the border belongs to doubt
+    assert choice.verdict is Verdict.REJECT and not asked  # no way there is looked for
+    assert choice.reason == "saves 2 s a step, and prices are off by 2 s"
+    assert [a.doubt_s for a in choice.assessed] == [2.0, 1.5]
+    assert choice.assessed[0].transition is None and choice.assessed[0].payback_steps is None
+    taken = choose(payback(), first=2.1, second=1.4).taken  # a smaller gain that is surer
+    assert taken is not None and taken.candidate.price.step_s == 8.5
+    taken = choose(any_gain(), first=2.0, second=1.5).taken
+    assert taken is not None and taken.candidate.price.step_s == 8.0
+
+
 def test_gamma_0_makes_urgent_moves_only():
     estimate, _ = takes(8.0, 0.0)
     choice = choose_profitable(10.0, [candidate(8.0)], estimate, payback(0.0), 10.0)

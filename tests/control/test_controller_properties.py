@@ -96,6 +96,7 @@ def test_invariants(policy, move_s, what):
             gain_s = record["step_s_predicted"] - record["step_s_target_predicted"]
             assert gain_s > 0 and policy not in ("static",)
             if policy.startswith("payback"):
+                assert gain_s > record["candidates"][0]["doubt_s"] > 0
                 assert record["transition_s_predicted"] <= (
                     gain_s * record["gamma"] * record["horizon_steps"] * (1 + 1e-9)
                 )

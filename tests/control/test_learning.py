@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from nereus_jax.control.controller import Controller
 from nereus_jax.control.learning import (
     Learned,
-    StageHistory,
     after_change,
     corrected,
     learn,
 )
 from nereus_jax.control.monitor import EFFICIENCY
+from nereus_jax.control.offsets import Offsets
 from nereus_jax.control.state import initial_state
 from nereus_jax.core.events import Keep
 from nereus_jax.core.roles import ACTOR_GENERATE, ACTOR_TRAIN, Stage
@@ -94,7 +94,7 @@ def seconds(stage, efficiencies):
 
 
 def start() -> Learned:
-    return Learned(efficiencies=Efficiencies.prior(), history={})
+    return Learned(efficiencies=Efficiencies.prior(), offsets=Offsets(), spreads={}, history={})
 
 
 def step_of(number: int, **changes):
@@ -106,10 +106,10 @@ def test_the_first_step_after_a_compile_teaches_nothing():
     slow = {ACTOR_TRAIN: 90.0, ACTOR_GENERATE: 0.7}
     first = frozenset({ACTOR_TRAIN})
     record = dataclasses.replace(step_of(0), stage_s=slow, first_after_compile=first)
-    after = learn(start(), record, seconds)
+    after = learn(start(), record, PLAN, seconds)
     assert set(after.history) == {ACTOR_GENERATE}
     both = frozenset({ACTOR_TRAIN, ACTOR_GENERATE})
-    unchanged = learn(start(), dataclasses.replace(record, first_after_compile=both), seconds)
+    unchanged = learn(start(), dataclasses.replace(record, first_after_compile=both), PLAN, seconds)
     assert (
         unchanged.efficiencies is start().efficiencies
         or (unchanged.efficiencies.log_values == start().efficiencies.log_values).all()
@@ -126,12 +126,12 @@ def test_only_what_is_due_is_priced():
     known = start()
     for number in range(20):
         asked.clear()
-        known = learn(known, step_of(number), counted)
+        known = learn(known, step_of(number), PLAN, counted)
         assert len(asked) == (2 if number < 4 else 1)
     # A surprise is looked into at once.
     asked.clear()
     fast = {s: x / 2 for s, x in step_of(21).stage_s.items()}
-    learn(known, dataclasses.replace(step_of(21), stage_s=fast), counted)
+    learn(known, dataclasses.replace(step_of(21), stage_s=fast), PLAN, counted)
     assert sorted(asked) == [ACTOR_GENERATE, ACTOR_TRAIN]
 
 
@@ -139,7 +139,7 @@ def test_seconds_that_are_none_are_passed_over():
     record = dataclasses.replace(
         step_of(0), stage_s={ACTOR_TRAIN: 0.0, ACTOR_GENERATE: float("nan")}
     )
-    assert learn(start(), record, seconds).history == {}
+    assert learn(start(), record, PLAN, seconds).history == {}
 
 
 def test_a_change_is_dealt_by_shares_and_old_doubt_stays():
@@ -164,13 +164,14 @@ def test_what_a_machine_scatters_is_the_noise_of_its_measurements(scatter):
     for number in range(300):
         right = {s: sum(seconds(s, truth).values()) for s in (ACTOR_TRAIN, ACTOR_GENERATE)}
         took = {s: x * float(rng.lognormal(0.0, scatter)) for s, x in right.items()}
-        known = learn(known, dataclasses.replace(step_of(number), stage_s=took), seconds)
+        known = learn(known, dataclasses.replace(step_of(number), stage_s=took), PLAN, seconds)
         if number >= 100:
-            said = {s: sum(seconds(s, known.efficiencies).values()) for s in right}
+            factors = known.offsets.factors(PLAN)
+            said = {s: factors[s] * sum(seconds(s, known.efficiencies).values()) for s in right}
             errors += [abs(np.log(said[s] / right[s])) for s in right]
     # The mean size of a normal deviation is 0.8 standard deviations.
-    for history in known.history.values():
-        assert history.spread == pytest.approx(0.8 * scatter, rel=0.6)
+    for found in known.spreads.values():
+        assert found.size == pytest.approx(0.8 * scatter, rel=0.6)
     assert np.mean(errors) < 0.3 * scatter and np.quantile(errors, 0.95) < scatter
 
 
@@ -180,7 +181,3 @@ def test_peaks_above_the_model_count_in_full_and_those_below_a_little():
     below = corrected(above, Stage.TRAIN, 150.0, -75.0)
     assert below[Stage.TRAIN] == pytest.approx(1.5 * 0.5**0.1)
     assert corrected({Stage.SCORE: 2.0}, Stage.TRAIN, 100.0, 0.0)[Stage.SCORE] == 2.0
-
-
-def test_a_young_history_is_forgotten_with_the_plan():
-    assert StageHistory() == StageHistory(steps=0, rate=0.0, surprises=0)

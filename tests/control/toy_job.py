@@ -116,7 +116,9 @@ class ToyCosts:
     ) -> PlanPrice:
         stages: dict[ModelStage, StagePrice] = {}
         for stage in plan.choices:
-            by_class = toy_seconds(plan, stage, workload, beliefs.efficiencies)
+            factor = beliefs.offsets.factor(plan.setup(stage))
+            modelled = toy_seconds(plan, stage, workload, beliefs.efficiencies)
+            by_class = {c: factor * s for c, s in modelled.items()}
             resident, working = self._bytes(plan, stage, workload, beliefs)
             stages[stage] = StagePrice(
                 seconds=sum(by_class.values()),

@@ -161,13 +161,6 @@ def test_the_error_of_predictions() -> None:
     assert error.count == 2
 
 
-def test_seconds_have_an_uncertainty() -> None:
-    prior = Efficiencies.prior()
-    assert prior.seconds_std({GEMM: 3.0}) == pytest.approx(prior.log_std(GEMM))
-    mixed = prior.seconds_std({GEMM: 1.0, MEMORY: 1.0})
-    assert COMMON_STD < mixed < max(prior.log_std(GEMM), prior.log_std(MEMORY))
-
-
 def learned_file(path: Path) -> Efficiencies:
     known = observe(Efficiencies.prior(), {GEMM: 1.0, MEMORY: 0.5}, 2.0)
     save_efficiencies(path, known, "h100", VERSIONS)
