@@ -1,6 +1,7 @@
 """Placement (a layout on given devices) and Plan (model-stage -> placement)."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 from nereus_jax.core.devices import DeviceId, DevicePool
@@ -26,6 +27,14 @@ class Placement:
             raise InfeasiblePlanError(
                 f"a device is listed twice in {[str(d) for d in self.devices]}"
             )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """Kept: plans of many devices are keys of many tables."""
+        return hash((self.layout, self.devices))
 
     def replica_devices(self, dp_rank: int) -> tuple[DeviceId, ...]:
         """The pp*tp devices of one replica: those of one Elastic Model Unit."""

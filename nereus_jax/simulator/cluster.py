@@ -107,6 +107,21 @@ class StepOutcome:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Lie:
+    """Where a placement lies on a cluster.
+
+    Attributes:
+      placement: which.
+      places: of its devices among all.
+      node_size: devices of its groups of ranks that share a node.
+    """
+
+    placement: Placement
+    places: NDArray[np.int64]
+    node_size: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SimulatedCluster:
     """Nodes with a job on them.
 
@@ -211,17 +226,8 @@ class SimulatedCluster:
         """Seconds of a step, whether its memory suffices or not: of each model-stage in all its
         calls, and of the whole."""
         problem, workflow = self.problem, self.problem.workflow
-        call_s: dict[ModelStage, float] = {}
-        positions: dict[ModelStage, list[int]] = {}
-        for stage in workflow.model_stages:
-            key = stage, plan.plan[stage], plan.choices[stage]
-            used = self._places(plan.plan[stage])
-            if key not in moment.known:
-                moment.known[key] = self._call_s(plan, stage, moment, moment.factors[used])
-            noise = self.conditions.stage_factor(moment.step, stage)
-            factor = moment.slowdown * noise * self.stage_factors.get(stage, 1.0)
-            call_s[stage] = factor * moment.known[key]
-            positions[stage] = used.tolist()
+        call_s = {s: self._noisy_call_s(plan, s, moment) for s in workflow.model_stages}
+        positions = {s: self._places(plan.plan[s]).tolist() for s in workflow.model_stages}
         parked = {
             s: x + self._park_s(plan, s) / max(problem.calls(s), 1) for s, x in call_s.items()
         }
@@ -230,6 +236,26 @@ class SimulatedCluster:
         if self.between_s:
             cost = dataclasses.replace(cost, step_s=cost.step_s + self.between_s)
         return {s: x * problem.calls(s) for s, x in call_s.items()}, cost
+
+    def step_s_within(self, plan: ExecutionPlan, moment: Moment, limit_s: float) -> float:
+        """Seconds of a step; inf as soon as a device is seen to be busy for longer than a limit."""
+        busy_s = np.zeros(self.nodes * self.devices_per_node)
+        for stage in self.problem.workflow.model_stages:
+            own_s = self.problem.calls(stage) * self._noisy_call_s(plan, stage, moment)
+            busy_s[self._places(plan.plan[stage])] += own_s
+            if busy_s.max() > limit_s:
+                return math.inf
+        return self.time_step(plan, moment)[1].step_s
+
+    def _noisy_call_s(self, plan: ExecutionPlan, stage: ModelStage, moment: Moment) -> float:
+        """Seconds of one call."""
+        key = stage, plan.plan[stage], plan.choices[stage]
+        if key not in moment.known:
+            factors = moment.factors[self._places(plan.plan[stage])]
+            noise = self.conditions.stage_factor(moment.step, stage)
+            factor = moment.slowdown * noise * self.stage_factors.get(stage, 1.0)
+            moment.known[key] = factor * self._call_s(plan, stage, moment, factors)
+        return moment.known[key]
 
     def usual_s(
         self, plan: ExecutionPlan, rows: StepRows
@@ -287,16 +313,31 @@ class SimulatedCluster:
         return {}
 
     def _places(self, placement: Placement) -> NDArray[np.int64]:
-        return np.array([self.place(d) for d in placement.devices])
+        """Of a placement's devices."""
+        return self._lie(placement).places
+
+    def _lie(self, placement: Placement) -> "_Lie":
+        """Where a placement lies; kept by its identity, as it is asked for at every step."""
+        known = self._known_lies.get(id(placement))
+        if known is None or known.placement is not placement:
+            known = self._known_lies[id(placement)] = _Lie(
+                placement=placement,
+                places=np.array([self.place(d) for d in placement.devices]),
+                node_size=group_node_size(placement, _host, self.devices_per_node),
+            )
+        return known
+
+    @functools.cached_property
+    def _known_lies(self) -> "dict[int, _Lie]":
+        return {}
 
     def device(self, placement: Placement, network: float) -> Device:
         """One of a placement."""
-        node = group_node_size(placement, _host, self.devices_per_node)
         return Device(
             hardware=self.problem.hardware,
             truth=self.truth,
             dtype=self.problem.compute_dtype,
-            devices_per_node=node,
+            devices_per_node=self._lie(placement).node_size,
             network=network,
         )
 
