@@ -19,6 +19,7 @@ BASE = ["plan", "--model=llama3-8b", "--hardware=h100"]
 RECIPE = ["plan", f"--config={ROOT / 'configs' / 'ppo_llama8b_h100.py'}", "--devices=16"]
 
 
+TINY = ["plan", f"--config={ROOT / 'configs' / 'ppo_tiny.py'}"]
 SIZES = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -219,6 +220,8 @@ def test_nothing_fits_as_json(capsys: pytest.CaptureFixture[str]):
         ([*RECIPE[1:], "--model=llama3-8b"], ("--model", "model.preset")),
         ([*RECIPE[1:], "--config.rollout.batch=64"], ("rollout.batch",)),
         ([*RECIPE[1:2]], ("--devices",)),
+        ([*RECIPE[1:], "--config.rollout.max_response_length=200000"], ("positions", "lower")),
+        ([*TINY[1:], "--config.model.vocab_size=5"], ("the tokenizer has", "only 5", "vocab_size")),
         (["--model=llama3-8b", "--devices=8", "--config.seed=1"], ("--config.seed",)),
         ([*RECIPE[1:], "--device=8"], ("--device=8", "nereus plan")),
         ([*RECIPE[1:], "--lengths=4096"], ("4096", "rollout.max_response_length", "1024")),

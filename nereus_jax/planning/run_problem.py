@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from nereus_jax.config import RunConfig
 from nereus_jax.core.architectures import DecoderConfig
+from nereus_jax.core.errors import ConfigError
 from nereus_jax.core.hardware import Hardware
 from nereus_jax.core.roles import Role
 from nereus_jax.core.workflow import Workflow, policy_gradient
@@ -55,6 +56,35 @@ def random_model(config: RunConfig, vocab_size: int) -> DecoderConfig:
         tie_embeddings=sizes.tie_embeddings,
         max_positions=sizes.max_positions,
     )
+
+
+def check_fits(config: RunConfig, vocab_size: int, model: DecoderConfig, subject: str) -> None:
+    """Whether a model has the tokens and the positions that a run needs.
+
+    Args:
+      config: of the run.
+      vocab_size: of its tokenizer.
+      model: the sizes.
+      subject: the model, in words.
+
+    Raises:
+      ConfigError: it has not.
+    """
+    if vocab_size > model.vocab_size:
+        remedy = f"use the tokenizer that belongs to {subject}"
+        if config.model.vocab_size:  # only a random model has a size to change
+            remedy += ", or set model.vocab_size = 0"
+        raise ConfigError(
+            f"the tokenizer has {vocab_size} tokens, but the vocabulary of {subject} "
+            f"only {model.vocab_size}; {remedy}"
+        )
+    longest = config.data.max_prompt_length + config.rollout.max_response_length
+    if longest > model.max_positions:
+        raise ConfigError(
+            f"prompt and response take up to {longest} tokens, but {subject} has "
+            f"{model.max_positions} positions; lower data.max_prompt_length or "
+            f"rollout.max_response_length"
+        )
 
 
 def most_prefill_rows(config: RunConfig) -> int:

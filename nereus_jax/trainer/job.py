@@ -35,7 +35,12 @@ from nereus_jax.data.tokenizers import Tokenizer, make_tokenizer
 from nereus_jax.models import huggingface
 from nereus_jax.models.sampling import SamplingConfig
 from nereus_jax.planning.length_traces import LengthTrace, parse_curve, parse_shape
-from nereus_jax.planning.run_problem import make_workflow, old_logprobs_mode, random_model
+from nereus_jax.planning.run_problem import (
+    check_fits,
+    make_workflow,
+    old_logprobs_mode,
+    random_model,
+)
 from nereus_jax.rl.objectives import (
     Objective,
     PolicyObjective,
@@ -168,7 +173,7 @@ def read_inputs(config: RunConfig) -> Inputs:
     reward_model = None
     if config.reward.model_path:
         reward_model = huggingface.TensorSource(config.reward.model_path, Head.SCALAR).config
-        _check_fits(config, tokenizer, reward_model, "the reward model")
+        check_fits(config, tokenizer.vocab_size, reward_model, "the reward model")
     if config.model.path:
         huggingface.TensorSource(config.model.path, Head.LM)  # every tensor is there, or DataError
     return Inputs(
@@ -201,28 +206,8 @@ def _model_config(config: RunConfig, tokenizer: Tokenizer) -> DecoderConfig:
         model = preset(sizes.preset)
     else:
         model = random_model(config, tokenizer.vocab_size)
-    _check_fits(config, tokenizer, model, "the model")
+    check_fits(config, tokenizer.vocab_size, model, "the model")
     return model
-
-
-def _check_fits(
-    config: RunConfig, tokenizer: Tokenizer, model: DecoderConfig, subject: str
-) -> None:
-    if tokenizer.vocab_size > model.vocab_size:
-        remedy = f"use the tokenizer that belongs to {subject}"
-        if config.model.vocab_size:  # only a random model has a size to change
-            remedy += ", or set model.vocab_size = 0"
-        raise ConfigError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but the vocabulary of {subject} "
-            f"only {model.vocab_size}; {remedy}"
-        )
-    longest = config.data.max_prompt_length + config.rollout.max_response_length
-    if longest > model.max_positions:
-        raise ConfigError(
-            f"prompt and response take up to {longest} tokens, but {subject} has "
-            f"{model.max_positions} positions; lower data.max_prompt_length or "
-            f"rollout.max_response_length"
-        )
 
 
 def _make_stream(config: RunConfig, tokenizer: Tokenizer, split: str) -> PromptStream:

@@ -22,6 +22,7 @@ from nereus_jax.planning.hardware import CPU_EMULATED, load_hardware
 from nereus_jax.planning.memory import MemoryModel
 from nereus_jax.planning.memory_coefficients import COEFFICIENTS
 from nereus_jax.planning.run_problem import (
+    check_fits,
     most_prefill_rows,
     random_model,
     run_problem,
@@ -94,9 +95,12 @@ def _configured(arguments: argparse.Namespace, config: RunConfig, model: ReadMod
         if hardware.name != CPU_EMULATED:  # there it says what GPUs would have
             limit = min(limit, hardware.memory_bytes)
         hardware = dataclasses.replace(hardware, memory_bytes=limit)
-    models = dict.fromkeys(Role, _sizes(config, model))
+    vocab_size = _vocab_size(config)
+    models = dict.fromkeys(Role, _sizes(config, model, vocab_size))
+    check_fits(config, vocab_size, models[Role.ACTOR], "the model")
     if config.reward.model_path:
         models[Role.REWARD] = model(_path(config.reward.model_path))
+        check_fits(config, vocab_size, models[Role.REWARD], "the reward model")
     prompts = _lengths("--prompt-lengths", arguments.prompt_lengths, config.data.max_prompt_length)
     responses = _lengths("--lengths", arguments.lengths, config.rollout.max_response_length)
     _check_longest("--prompt-lengths", prompts, "data.max_prompt_length", config)
@@ -113,13 +117,24 @@ def _configured(arguments: argparse.Namespace, config: RunConfig, model: ReadMod
     )
 
 
-def _sizes(config: RunConfig, model: ReadModel) -> DecoderConfig:
+def _vocab_size(config: RunConfig) -> int:
+    """Of the tokenizer; 0 where its files are neither there nor needed: a recipe is planned for
+    before they are."""
+    tokenizers = importlib.import_module("nereus_jax.data.tokenizers")
+    sizes = config.model
+    if config.tokenizer.kind == "huggingface" and (sizes.path or sizes.preset or sizes.vocab_size):
+        where = Path(config.tokenizer.path or sizes.path).expanduser()
+        if not (where / "tokenizer.json").is_file():
+            return 0
+    return tokenizers.make_tokenizer(config).vocab_size
+
+
+def _sizes(config: RunConfig, model: ReadModel, vocab_size: int) -> DecoderConfig:
     if config.model.path:
         return model(_path(config.model.path))
     if config.model.preset:
         return model(config.model.preset)
-    tokenizers = importlib.import_module("nereus_jax.data.tokenizers")
-    return random_model(config, tokenizers.make_tokenizer(config).vocab_size)
+    return random_model(config, vocab_size)
 
 
 def _path(text: str) -> str:
