@@ -182,6 +182,9 @@ def observe_setup(
     """
     shares, known = shares_of(seconds), offsets.with_setup(setup)
     covariance = efficiencies.covariance + DRIFT**2 * np.diag(shares > 0)
+    # Offsets drift as efficiencies do: what a layout took long ago says less of what it takes now.
+    own = known.own + DRIFT**2 * np.eye(len(known.setups))
+    known = dataclasses.replace(known, own=own)
     of_classes, of_offsets, variance = _direction(covariance, known, setup, shares)
     variance += noise**2
     innovation = math.log(measured_s / sum(seconds.values()))
