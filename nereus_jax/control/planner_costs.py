@@ -75,6 +75,8 @@ class PlannerCosts:
         compiling: processes and their world.
       storage_bytes_per_s: of a checkpoint, for each device.
       compiler_threads: programs that are compiled at a time.
+      compiler_apart: it takes nothing from the devices: what it does while the job goes on costs no
+        step anything.
     """
 
     problem: PlanProblem
@@ -84,6 +86,7 @@ class PlannerCosts:
     restart_s: float = 30.0
     storage_bytes_per_s: float = 1e9
     compiler_threads: int = 1
+    compiler_apart: bool = True
 
     def candidates(
         self,
@@ -171,7 +174,7 @@ class PlannerCosts:
     ) -> TransitionEstimate:
         """As `CostFunction`."""
         compile_s = self._compile_s(source, target, beliefs)
-        exposed_s = max(compile_s - hidden_s, 0.0)
+        exposed_s = max(compile_s - hidden_s, 0.0) if self.compiler_apart else compile_s
         if by_checkpoint:
             found = self._restart(source, target, exposed_s)
         else:

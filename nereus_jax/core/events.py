@@ -115,7 +115,6 @@ class StepRecord:
       peak_memory_bytes: of the fullest device; 0: not measured.
       room_tokens: response tokens that the programs had room for; 0: as many as the longest had.
       tokens: of all rows, prompts and responses.
-      compile_s: waited for a compiler; in `step_s`.
       first_after_compile: model-stages that ran a program for the first time, whose seconds have
         compilation and allocation in them and say nothing of an efficiency.
     """
@@ -129,7 +128,6 @@ class StepRecord:
     peak_memory_bytes: int = 0
     room_tokens: int = 0
     tokens: int = 0
-    compile_s: float = 0.0
     first_after_compile: frozenset[ModelStage] = frozenset()
 
     def to_json(self) -> dict[str, Any]:
@@ -144,7 +142,6 @@ class StepRecord:
             "peak_memory_bytes": self.peak_memory_bytes,
             "room_tokens": self.room_tokens,
             "tokens": self.tokens,
-            "compile_s": self.compile_s,
             "first_after_compile": sorted(str(s) for s in self.first_after_compile),
         }
 
@@ -162,7 +159,6 @@ class StepRecord:
             peak_memory_bytes=int(data["peak_memory_bytes"]),
             room_tokens=int(data["room_tokens"]),
             tokens=int(data["tokens"]),
-            compile_s=float(data["compile_s"]),
             first_after_compile=first,
         )
 

@@ -370,7 +370,7 @@ def make_adaptation(job: Job, hardware: Hardware, sources: PoolSources) -> Adapt
     """
     config = job.config
     policy = parse_policy(config.control.policy)
-    prior = Efficiencies.prior()
+    prior, emulated = Efficiencies.prior(), hardware.name == CPU_EMULATED
     trace: Sequence[TraceEvent] = ()
     with host.together():
         if config.calibration.file:
@@ -397,10 +397,12 @@ def make_adaptation(job: Job, hardware: Hardware, sources: PoolSources) -> Adapt
     )
     state = None
     if job.world.is_main:
-        first_std = EMULATED_OFFSET_STD if hardware.name == CPU_EMULATED else OFFSET_STD
+        first_std = EMULATED_OFFSET_STD if emulated else OFFSET_STD
         beliefs = Beliefs(efficiencies=prior, offsets=Offsets(first_std=first_std))
         state = initial_state(job.execution, job.world.pool, beliefs)
-    costs = PlannerCosts(problem=problem, budget=budget)
+    # Emulated devices and the compiler have the same cores: steps beside it take so much longer
+    # that it might as well be waited for.
+    costs = PlannerCosts(problem=problem, budget=budget, compiler_apart=not emulated)
     return Adaptation(
         controller=Controller(settings=settings, costs=costs),
         state=state,

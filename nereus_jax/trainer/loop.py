@@ -28,6 +28,7 @@ from nereus_jax.trainer.calibration import make_calibration, step_facts
 from nereus_jax.trainer.compilation import compile_programs
 from nereus_jax.trainer.evaluation import evaluate
 from nereus_jax.trainer.footprint import check_memory, stage_bytes
+from nereus_jax.trainer.full_alone import leave_note, tell_of_note
 from nereus_jax.trainer.job import Inputs, Job, make_job
 from nereus_jax.trainer.out_of_memory import make_memory
 from nereus_jax.trainer.outputs import check_unused, check_writable
@@ -104,6 +105,7 @@ def train(
             assert schedule.hardware is not None
             session.adaptation = make_adaptation(session.job, schedule.hardware, sources)
             _resume_controller(session, session.adaptation, resumed_from)
+            tell_of_note(session)
             if sources.address:
                 session.outputs.message(f"pool hook: {sources.address}")
         start_s = time.perf_counter()
@@ -202,7 +204,9 @@ def step_or_move(session: Session, state: JobState) -> None:
         _one_step(session, state)
     except OutOfMemoryError as error:
         if _alone(session, error):
-            raise
+            if session.adaptation is None:
+                raise
+            raise leave_note(session, state.counters.step, error) from error
         if not state.updating:
             break_off(session.job, state)
         if not make_memory(session, state, error):

@@ -176,6 +176,9 @@ def test_a_change_of_degrees_moves_bytes_and_takes_seconds():
     at_once = COSTS.transition(PLAN, other, KNOWN)
     assert at_once.seconds == pytest.approx(move.seconds + at_once.parts_s["compile"])
     assert at_once.parts_s["compile"] > 0
+    # Where the compiler has the devices' cores, beside steps it costs as much as waiting for it.
+    shared = dataclasses.replace(COSTS, compiler_apart=False)
+    assert shared.transition(PLAN, other, KNOWN, hidden_s=1e9).seconds == at_once.seconds
     links = (OperationClass.P2P_INTRA, OperationClass.P2P_INTER)
     half = KNOWN.efficiencies.replace({c: KNOWN.efficiencies[c] / 2 for c in links})
     slower = COSTS.transition(PLAN, other, Beliefs(efficiencies=half), hidden_s=1e9)

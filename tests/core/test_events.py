@@ -48,7 +48,6 @@ RECORD = StepRecord(
     peak_memory_bytes=1 << 33,
     room_tokens=64,
     tokens=29,
-    compile_s=0.5,
     first_after_compile=frozenset({ACTOR_TRAIN}),
 )
 EVENTS: tuple[Event, ...] = (

@@ -1,7 +1,7 @@
 """A reward function whose module kills its process in a phase of a step that the test has named.
 
 NEREUS_KILL is 'PHASE STEP PROCESS WHAT MARKS', several of them with ';' between: the process kills
-itself (WHAT = worker) or its supervisor too (slot), or raises an error of the backend (error), once
+itself (WHAT = worker) or its supervisor too (slot), or a device of it is full (error), once
 it has begun PHASE of STEP, and leaves a file in the directory MARKS, so that it does so once.
 """
 

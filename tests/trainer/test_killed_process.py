@@ -210,6 +210,23 @@ def test_an_operation_that_fails_in_one_process_alone(
 
 @pytest.mark.slow
 @pytest.mark.timeout(WORLD_S * 5)
+def test_a_device_that_is_full_in_one_process_alone(
+    nereus: Any, kills: Any, tmp_path: Path
+) -> None:
+    """The world that follows tells its controller, which moves before the step is made again."""
+    kills(1, "error", score=3)
+    job = spanning_job(nereus, tmp_path / "run", controlled=True)
+    job.check_ended(0, 1)
+    said = job.slots[0].stderr
+    assert "world 2: slots 0, 1" in said and "one process had no memory for step 3" in said
+    told = [d for d in nereus.rows(job.workdir, "decisions") if "out_of_memory" in d["trigger"]]
+    assert len(told) == 1 and told[0]["step"] == 3
+    assert told[0]["verdict"] == "urgent" and told[0]["target"] != told[0]["plan"]
+    assert not (job.workdir / "device_full.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(WORLD_S * 5)
 @pytest.mark.parametrize(
     ("phase", "victim"), [*((phase, 1) for phase in PHASES), ("train", 0), ("transition", 0)]
 )
