@@ -162,7 +162,7 @@ def marks(found: Mapping[str, Mapping[str, Row]]) -> dict[str, float | int | Non
     for by_policy in found.values():
         own = by_policy[PAYBACK]
         done = [x for name, x in by_policy.items() if name != PAYBACK and not x["exit_code"]]
-        if done and not own["exit_code"]:
+        if done and not own["exit_code"] and not own.get("failed"):
             key = "mean_step_s_without_compile"
             losses.append(own[key] / min(x[key] for x in done) - 1)
         elif done:
@@ -180,6 +180,7 @@ def least_disturbed(runs: Sequence[Row]) -> Row:
     done = [r for r in runs if not r["exit_code"]] or runs
     chosen = min(done, key=lambda r: (-r["steps"], r.get("mean_step_s_without_compile", math.inf)))
     return chosen | {
+        "failed": sum(r["exit_code"] != 0 for r in runs),
         "oom": max(r["oom"] for r in runs),
         "optional_moves": max(r.get("optional_moves", 0) for r in runs),
         "samples_once": all(r["samples_once"] for r in runs),
@@ -199,7 +200,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         root = options.workdir or Path(scratch)
         every = traces(options.steps)
-        for name in options.traces.split(","):
+        names = options.traces.split(",")
+        if unknown := set(names) - set(every):
+            parser.error(f"--traces: {', '.join(sorted(unknown))}; there are {', '.join(every)}")
+        for name in names:
             repeats: dict[str, list[Row]] = {}
             # In turn, so that a slow spell of the machine does not meet one policy alone.
             for repeat, policy in itertools.product(range(options.repeats), POLICIES):

@@ -4,7 +4,8 @@ Eq. 2 of Nereus (arXiv 2609.34645): with dL = L_step(S) - L_step(S*),
 
     dL > 0  and  L_tran / dL <= gamma * H_x
 
-What is gained must be more than prices are off by, too: else it is no gain that anybody has seen.
+What is gained must be more than prices may be off by, too: else it is no gain that anybody has
+seen.
 
 A target that is refused is not the end: slightly slower ones whose transitions are cheaper are
 looked at in turn. In an urgent case profit is waived; then that target is taken which costs least
@@ -42,7 +43,7 @@ class Assessed:
     Attributes:
       candidate: the plan with its price.
       gain_s: dL: seconds a step that it saves; below 0: it is slower.
-      doubt_s: seconds a step that this may be off by.
+      doubt_s: seconds a step that this may be off by, times what the settings ask.
       transition: what it takes to get there; None: not asked, because it saves nothing, or nothing
         that is sure.
       payback_steps: L_tran / dL; None: never.
@@ -133,10 +134,8 @@ def _faster(
     """What becomes of a candidate that is priced faster."""
     gain_s = looked_at.gain_s
     if policy.gain is Gain.PAYBACK and gain_s <= looked_at.doubt_s:
-        return dataclasses.replace(
-            looked_at,
-            reason=f"saves {gain_s:.3g} s a step, and prices are off by {looked_at.doubt_s:.3g} s",
-        )
+        reason = f"saves {gain_s:.3g} s a step, and prices may be off by {looked_at.doubt_s:.3g} s"
+        return dataclasses.replace(looked_at, reason=reason)
     transition = estimate(looked_at.candidate)
     looked_at = dataclasses.replace(
         looked_at,

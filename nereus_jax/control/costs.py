@@ -84,7 +84,8 @@ class TransitionEstimate:
     Attributes:
       executable: whether there is a way that every device has the memory for at every moment.
       reason: why there is none; empty where there is one.
-      seconds: L_tran: how long the job stands still, all parts.
+      seconds: L_tran: what the job loses by it, all parts: how long it stands still, and what a
+        compiler beside it costs its steps.
       parts_s: what `seconds` is made of: move, setup, compile, and others.
       compile_s: of all programs that are missing, also what the job need not wait for; inf: not
         known.
@@ -131,7 +132,8 @@ class CostFunction(Protocol):
     def price(
         self, plan: ExecutionPlan, workload: Workload, pool: DevicePool, beliefs: Beliefs
     ) -> PlanPrice:
-        """The price of a plan exactly as it is."""
+        """The price of a plan exactly as it is; seconds of calls are multiplied with what was
+        measured of their setups (`beliefs.offsets.factors(plan)`), as in `candidates`."""
         ...
 
     def peak_bytes(

@@ -76,7 +76,9 @@ class Spread:
           unsure: relative standard deviation of what was expected.
         """
         left = math.sqrt(max(log_ratio**2 - unsure**2, 0.0))
-        weight = max(SPREAD_WEIGHT, 1.0 / (self.steps + 2))
+        # What was hardly foreseen tells hardly how steps scatter.
+        telling = self.size**2 / max(self.size**2 + unsure**2, 1e-12)
+        weight = telling * max(SPREAD_WEIGHT, 1.0 / (self.steps + 2))
         more = min(left, MOST_SPREAD) - self.size
         return Spread(steps=self.steps + 1, size=self.size + weight * more)
 

@@ -45,8 +45,11 @@ EMULATED_OFFSET_STD = 0.16
 """The same on emulated devices, which share cores and caches (`benchmarks/cost_model`, live)."""
 OFFSET_WEIGHT = 8.0
 """Offsets that the first value counts as."""
+OFFSET_DRIFT = 0.1 * DRIFT
+"""What the standard deviation of an offset grows by from one observation to the next: far less than
+that of an efficiency. What becomes slower in time is the hardware, whatever runs on it."""
 MOST_SETUPS = 40
-"""That are remembered; the first one met goes first."""
+"""That are remembered; what was not observed for longest goes first."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,10 +95,18 @@ class Offsets:
     def _places(self) -> dict[StageSetup, int]:
         return {setup: i for i, setup in enumerate(self.setups)}
 
-    def with_setup(self, setup: StageSetup) -> "Offsets":
-        """With one that nothing is known of yet, if it is not there."""
+    def with_last(self, setup: StageSetup) -> "Offsets":
+        """With a setup as the last one; where it is new, nothing is known of it yet."""
         if setup in self._places:
-            return self
+            place = self._places[setup]
+            order = [i for i in range(len(self.setups)) if i != place] + [place]
+            return dataclasses.replace(
+                self,
+                setups=tuple(self.setups[i] for i in order),
+                values=self.values[order],
+                own=self.own[np.ix_(order, order)],
+                cross=self.cross[:, order],
+            )
         first = max(len(self.setups) + 1 - MOST_SETUPS, 0)
         own = np.pad(self.own[first:, first:], (0, 1))
         own[-1, -1] = self.std**2
@@ -145,6 +156,11 @@ def _setup_from_json(stage: str, degrees: Sequence[int], choice: Mapping[str, An
     )
 
 
+def first_offsets(*, emulated: bool) -> Offsets:
+    """Before anything has run, on emulated devices or on real ones."""
+    return Offsets(first_std=EMULATED_OFFSET_STD if emulated else OFFSET_STD)
+
+
 def off_by_std(
     efficiencies: Efficiencies,
     offsets: Offsets,
@@ -158,8 +174,8 @@ def off_by_std(
       setup: which.
       seconds: predicted, by class.
     """
-    known = offsets.with_setup(setup)
-    _, _, variance = _direction(efficiencies.covariance, known, setup, shares_of(seconds))
+    known = offsets.with_last(setup)
+    _, _, variance = _direction(efficiencies.covariance, known, shares_of(seconds))
     return math.sqrt(max(variance, 0.0))
 
 
@@ -180,12 +196,11 @@ def observe_setup(
       measured_s: how long it took.
       noise: standard deviation of the logarithm of such a measurement.
     """
-    shares, known = shares_of(seconds), offsets.with_setup(setup)
+    shares, known = shares_of(seconds), offsets.with_last(setup)
     covariance = efficiencies.covariance + DRIFT**2 * np.diag(shares > 0)
-    # Offsets drift as efficiencies do: what a layout took long ago says less of what it takes now.
-    own = known.own + DRIFT**2 * np.eye(len(known.setups))
+    own = known.own + OFFSET_DRIFT**2 * np.eye(len(known.setups))
     known = dataclasses.replace(known, own=own)
-    of_classes, of_offsets, variance = _direction(covariance, known, setup, shares)
+    of_classes, of_offsets, variance = _direction(covariance, known, shares)
     variance += noise**2
     innovation = math.log(measured_s / sum(seconds.values()))
     limit = OUTLIER_SIGMAS * math.sqrt(variance)
@@ -203,15 +218,12 @@ def observe_setup(
     ), after
 
 
-def _direction(
-    covariance: Floats, known: Offsets, setup: StageSetup, shares: Floats
-) -> tuple[Floats, Floats, float]:
-    """Covariance of a setup's logarithm with the classes' [K] and with offsets [M], and its own:
-    seconds fall with efficiencies and rise with their offset."""
-    place = known.setups.index(setup)
-    of_classes = known.cross[:, place] - covariance @ shares
-    of_offsets = known.own[:, place] - known.cross.T @ shares
-    return of_classes, of_offsets, float(of_offsets[place] - shares @ of_classes)
+def _direction(covariance: Floats, known: Offsets, shares: Floats) -> tuple[Floats, Floats, float]:
+    """Covariance of the last setup's logarithm with the classes' [K] and with offsets [M], and its
+    own: seconds fall with efficiencies and rise with their offset."""
+    of_classes = known.cross[:, -1] - covariance @ shares
+    of_offsets = known.own[:, -1] - known.cross.T @ shares
+    return of_classes, of_offsets, float(of_offsets[-1] - shares @ of_classes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,8 +242,9 @@ class Priced:
 def doubt_s(efficiencies: Efficiencies, offsets: Offsets, now: Priced, then: Priced) -> float:
     """Standard deviation, in seconds, of the difference of two plans' prices.
 
-    Offsets of setups that have not run are taken to be alike, for a model that is off in one stage
-    of a layout will be so in others.
+    Offsets of a plan's setups that have not run are taken to be alike, for a model that is off in
+    one stage of a layout will be so in others; those of two plans say nothing of each other.
+    Seconds of all model-stages count, also of those that run beside each other.
 
     Args:
       efficiencies, offsets: what is known.
@@ -239,8 +252,9 @@ def doubt_s(efficiencies: Efficiencies, offsets: Offsets, now: Priced, then: Pri
       then: the other.
     """
     by_class, by_setup = np.zeros(len(CLASSES)), np.zeros(len(offsets.setups))
-    new_s = 0.0
+    new: list[float] = []
     for priced, sign in ((then, 1.0), (now, -1.0)):
+        new_s = 0.0
         for stage, price in priced.price.stages.items():
             seconds = np.array([price.seconds_by_class.get(c, 0.0) for c in CLASSES])
             by_class -= sign * seconds
@@ -249,6 +263,7 @@ def doubt_s(efficiencies: Efficiencies, offsets: Offsets, now: Priced, then: Pri
                 by_setup[place] += sign * seconds.sum()
             elif now.plan.setup(stage) != then.plan.setup(stage):
                 new_s += float(seconds.sum())
+        new.append(new_s)
     variance = by_class @ efficiencies.covariance @ by_class
     variance += 2.0 * by_class @ offsets.cross @ by_setup + by_setup @ offsets.own @ by_setup
-    return math.sqrt(max(float(variance), 0.0) + (offsets.std * new_s) ** 2)
+    return math.sqrt(max(float(variance), 0.0) + (offsets.std * math.hypot(*new)) ** 2)

@@ -32,12 +32,13 @@ class StageChoice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageSetup:
-    """What the seconds of a model-stage depend on beside its work.
+    """What the seconds of a model-stage's calls depend on beside its work and where its devices
+    lie.
 
     Attributes:
       model_stage: which.
       layout: its degrees.
-      choice: how it runs.
+      choice: how it runs; not whether it is parked between calls.
     """
 
     model_stage: ModelStage
@@ -66,9 +67,8 @@ class ExecutionPlan:
 
     def setup(self, stage: ModelStage) -> StageSetup:
         """Of one of its model-stages."""
-        return StageSetup(
-            model_stage=stage, layout=self.plan[stage].layout, choice=self.choices[stage]
-        )
+        choice = dataclasses.replace(self.choices[stage], parked=False)
+        return StageSetup(model_stage=stage, layout=self.plan[stage].layout, choice=choice)
 
     def to_json(self) -> dict[str, dict[str, object]]:
         """`Plan.to_json`, with the choices beside the degrees."""

@@ -5,6 +5,7 @@ is built.
 """
 
 import datetime
+import importlib.util
 import json
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -63,6 +64,11 @@ class Tokenizer(Protocol):
     def render_chat(self, messages: Sequence[Message]) -> str:
         """Text of a chat up to the assistant's answer; messages have role and content."""
         ...
+
+
+def is_installed() -> bool:
+    """Whether the packages that read Hugging Face tokenizers are there."""
+    return all(importlib.util.find_spec(name) for name in ("tokenizers", "jinja2"))
 
 
 def make_tokenizer(config: RunConfig) -> Tokenizer:

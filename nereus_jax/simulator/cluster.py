@@ -107,16 +107,14 @@ class StepOutcome:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _Lie:
+class _Location:
     """Where a placement lies on a cluster.
 
     Attributes:
-      placement: which.
       places: of its devices among all.
       node_size: devices of its groups of ranks that share a node.
     """
 
-    placement: Placement
     places: NDArray[np.int64]
     node_size: int
 
@@ -314,21 +312,20 @@ class SimulatedCluster:
 
     def _places(self, placement: Placement) -> NDArray[np.int64]:
         """Of a placement's devices."""
-        return self._lie(placement).places
+        return self._location(placement).places
 
-    def _lie(self, placement: Placement) -> "_Lie":
-        """Where a placement lies; kept by its identity, as it is asked for at every step."""
-        known = self._known_lies.get(id(placement))
-        if known is None or known.placement is not placement:
-            known = self._known_lies[id(placement)] = _Lie(
-                placement=placement,
+    def _location(self, placement: Placement) -> "_Location":
+        """Where a placement lies; kept, as it is asked for at every step."""
+        known = self._known_locations.get(placement)
+        if known is None:
+            known = self._known_locations[placement] = _Location(
                 places=np.array([self.place(d) for d in placement.devices]),
                 node_size=group_node_size(placement, _host, self.devices_per_node),
             )
         return known
 
     @functools.cached_property
-    def _known_lies(self) -> "dict[int, _Lie]":
+    def _known_locations(self) -> "dict[Placement, _Location]":
         return {}
 
     def device(self, placement: Placement, network: float) -> Device:
@@ -337,7 +334,7 @@ class SimulatedCluster:
             hardware=self.problem.hardware,
             truth=self.truth,
             dtype=self.problem.compute_dtype,
-            devices_per_node=self._lie(placement).node_size,
+            devices_per_node=self._location(placement).node_size,
             network=network,
         )
 

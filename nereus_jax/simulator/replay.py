@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 
 from nereus_jax.config import RunConfig
+from nereus_jax.control.costs import Beliefs
+from nereus_jax.control.offsets import first_offsets
 from nereus_jax.control.planner_costs import PROGRAMS, PlannerCosts
 from nereus_jax.control.settings import thresholds_of
 from nereus_jax.control.state import plan_devices
@@ -100,10 +102,16 @@ class Replay:
             step_s=recording.mean_step_s,
         )
         every = recording.config.checkpoint.every
+        emulated = recording.config.emulated_devices > 0
         return Scenario(
             cluster=cluster,
             trace=trace,
-            costs=PlannerCosts(problem=problem, node_of=lambda device: device.host),
+            costs=PlannerCosts(
+                problem=problem,
+                node_of=lambda device: device.host,
+                compiler_apart=not emulated,
+            ),
+            beliefs=Beliefs(offsets=first_offsets(emulated=emulated)),
             checkpoint_every=every or len(recording.steps) + 1,
             thresholds=thresholds_of(recording.config.control),
             doubt=recording.config.control.doubt,

@@ -84,7 +84,7 @@ def simulate(
       scenario: job, cluster and trace.
       rules: the policy.
       plan: the first plan, on devices that the trace starts with.
-      beliefs: what the controller knows at the start.
+      beliefs: what the controller knows at the start; None: what the scenario says.
       watch: sees the graph of every transition that is carried out.
 
     Raises:
@@ -111,7 +111,7 @@ class _Run:
         pool = cluster.pool.without(gone)
         plan.plan.check_pool(pool)
         self._controller = Controller(settings=rules.settings, costs=scenario.costs)
-        self._state: ControllerState = initial_state(plan, pool, beliefs)
+        self._state: ControllerState = initial_state(plan, pool, beliefs or scenario.beliefs)
         self._compiled: Compiled = compilation(cluster, plan, frozenset()).programs
         self._fresh: frozenset[ModelStage] = frozenset(plan.choices)
         self._pending: _Pending | None = None

@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 
+from nereus_jax.control.costs import Beliefs
 from nereus_jax.control.monitor import Thresholds
 from nereus_jax.control.planner_costs import PlannerCosts
 from nereus_jax.control.settings import ControllerSettings
@@ -33,6 +34,7 @@ class Scenario:
       checkpoint_every: steps from one checkpoint to the next.
       thresholds: of the controller's signals.
       doubt: as `ControllerSettings` has it.
+      beliefs: what a controller knows at first; None: nothing but the prior.
       start: the plan that a run starts with; None: the planner's best for the first step.
     """
 
@@ -42,6 +44,7 @@ class Scenario:
     checkpoint_every: int = 10
     thresholds: Thresholds = dataclasses.field(default_factory=Thresholds)
     doubt: float = 1.0
+    beliefs: Beliefs | None = None
     start: ExecutionPlan | None = None
     _drawn: dict[int, StepRows] = dataclasses.field(
         default_factory=dict[int, StepRows], init=False, repr=False, compare=False

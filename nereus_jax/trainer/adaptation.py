@@ -17,7 +17,7 @@ from nereus_jax.config import RunConfig
 from nereus_jax.control.controller import Controller
 from nereus_jax.control.costs import Beliefs
 from nereus_jax.control.expectation import forecast_of
-from nereus_jax.control.offsets import EMULATED_OFFSET_STD, OFFSET_STD, Offsets
+from nereus_jax.control.offsets import first_offsets
 from nereus_jax.control.planner_costs import PlannerCosts
 from nereus_jax.control.policies import parse_policy
 from nereus_jax.control.pool_trace import PoolChange, PoolReader, TraceEvent, read_pool_trace
@@ -53,7 +53,6 @@ from nereus_jax.core.execution_plan import ExecutionPlan
 from nereus_jax.core.hardware import Hardware
 from nereus_jax.planning.calibration import Efficiencies
 from nereus_jax.planning.calibration_record import load_efficiencies, software_versions
-from nereus_jax.planning.hardware import CPU_EMULATED
 from nereus_jax.planning.transition_inputs import TransitionBudget
 from nereus_jax.rl.rollout import Rollout
 from nereus_jax.runtime import host
@@ -344,6 +343,11 @@ class Adaptation:
         except (ValueError, KeyError, TypeError) as error:
             return f"the controller starts anew: the checkpoint has another one's state ({error})"
         self.behind_s, self._started_s = state.time_s, time.monotonic()
+        offsets = dataclasses.replace(
+            state.beliefs.offsets, first_std=self.state.beliefs.offsets.first_std
+        )
+        beliefs = dataclasses.replace(state.beliefs, offsets=offsets)
+        state = dataclasses.replace(state, beliefs=beliefs)
         self.state = resumed(state, job.execution, job.world.pool)
         if state.plan == job.execution:  # else its seconds are of another plan
             self.waiting += waiting
@@ -370,7 +374,7 @@ def make_adaptation(job: Job, hardware: Hardware, sources: PoolSources) -> Adapt
     """
     config = job.config
     policy = parse_policy(config.control.policy)
-    prior, emulated = Efficiencies.prior(), hardware.name == CPU_EMULATED
+    prior, emulated = Efficiencies.prior(), config.emulated_devices > 0
     trace: Sequence[TraceEvent] = ()
     with host.together():
         if config.calibration.file:
@@ -397,8 +401,7 @@ def make_adaptation(job: Job, hardware: Hardware, sources: PoolSources) -> Adapt
     )
     state = None
     if job.world.is_main:
-        first_std = EMULATED_OFFSET_STD if emulated else OFFSET_STD
-        beliefs = Beliefs(efficiencies=prior, offsets=Offsets(first_std=first_std))
+        beliefs = Beliefs(efficiencies=prior, offsets=first_offsets(emulated=emulated))
         state = initial_state(job.execution, job.world.pool, beliefs)
     # Emulated devices and the compiler have the same cores: steps beside it take so much longer
     # that it might as well be waited for.

@@ -28,7 +28,7 @@ from nereus_jax.trainer.calibration import make_calibration, step_facts
 from nereus_jax.trainer.compilation import compile_programs
 from nereus_jax.trainer.evaluation import evaluate
 from nereus_jax.trainer.footprint import check_memory, stage_bytes
-from nereus_jax.trainer.full_alone import leave_note, tell_of_note
+from nereus_jax.trainer.full_alone import leave_note, listens, tell_of_notes
 from nereus_jax.trainer.job import Inputs, Job, make_job
 from nereus_jax.trainer.out_of_memory import make_memory
 from nereus_jax.trainer.outputs import check_unused, check_writable
@@ -76,8 +76,8 @@ def train(
 
     Raises:
       ConfigError, DataError, InfeasiblePlanError, CheckpointError: before anything is allocated.
-      RewardError, OutOfMemoryError, DivergenceError, StorageError: while running; the message names
-        the last good checkpoint.
+      RewardError, OutOfMemoryError, DivergenceError, StorageError, WorldError: while running; the
+        message names the last good checkpoint.
     """
     job = make_job(config, inputs, world)
     with host.together():
@@ -105,7 +105,7 @@ def train(
             assert schedule.hardware is not None
             session.adaptation = make_adaptation(session.job, schedule.hardware, sources)
             _resume_controller(session, session.adaptation, resumed_from)
-            tell_of_note(session)
+            tell_of_notes(session, resumed_from or 0)
             if sources.address:
                 session.outputs.message(f"pool hook: {sources.address}")
         start_s = time.perf_counter()
@@ -204,7 +204,7 @@ def step_or_move(session: Session, state: JobState) -> None:
         _one_step(session, state)
     except OutOfMemoryError as error:
         if _alone(session, error):
-            if session.adaptation is None:
+            if not listens(session):
                 raise
             raise leave_note(session, state.counters.step, error) from error
         if not state.updating:

@@ -118,13 +118,13 @@ def _configured(arguments: argparse.Namespace, config: RunConfig, model: ReadMod
 
 
 def _vocab_size(config: RunConfig) -> int:
-    """Of the tokenizer; 0 where its files are neither there nor needed: a recipe is planned for
-    before they are."""
+    """Of the tokenizer; 0 where its files, or the packages that read them, are neither there nor
+    needed: a recipe is planned for before they are."""
     tokenizers = importlib.import_module("nereus_jax.data.tokenizers")
     sizes = config.model
     if config.tokenizer.kind == "huggingface" and (sizes.path or sizes.preset or sizes.vocab_size):
         where = Path(config.tokenizer.path or sizes.path).expanduser()
-        if not (where / "tokenizer.json").is_file():
+        if not (where / "tokenizer.json").is_file() or not tokenizers.is_installed():
             return 0
     return tokenizers.make_tokenizer(config).vocab_size
 

@@ -88,6 +88,9 @@ def test_the_least_disturbed_of_repeats() -> None:
     # One run that ends for want of memory, or moves, is one too many.
     assert found["oom"] == 1 and found["optional_moves"] == 2 and found["samples_once"]
     assert found["mean_step_s_of_repeats"] == [None, 1.5, 1.25]
+    assert found["failed"] == 1
+    marks = benchmark.marks({"ripple": {"payback": found, "static": rows[1]}})
+    assert marks["worst_vs_other"] == math.inf and marks["oom_payback"] == 1
 
 
 def test_traces_have_what_their_names_say() -> None:

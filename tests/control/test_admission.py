@@ -102,7 +102,7 @@ def test_a_gain_that_prices_may_be_off_by_is_none():
 
     choice = choose(payback(), first=2.0, second=1.5)  # the border belongs to doubt
     assert choice.verdict is Verdict.REJECT and not asked  # no way there is looked for
-    assert choice.reason == "saves 2 s a step, and prices are off by 2 s"
+    assert choice.reason == "saves 2 s a step, and prices may be off by 2 s"
     assert [a.doubt_s for a in choice.assessed] == [2.0, 1.5]
     assert choice.assessed[0].transition is None and choice.assessed[0].payback_steps is None
     taken = choose(payback(), first=2.1, second=1.4).taken  # a smaller gain that is surer

@@ -45,6 +45,7 @@ def test_one_after_the_other_is_all_at_once(monkeypatch):
     """Where shares are constant the filter is the posterior of a linear regression: 12 classes and
     two offsets as unknowns, by the normal equations."""
     monkeypatch.setattr(offsets_module, "DRIFT", 0.0)
+    monkeypatch.setattr(offsets_module, "OFFSET_DRIFT", 0.0)
     monkeypatch.setattr(offsets_module, "OFFSET_WEIGHT", 1e12)  # the first value stays
     rng = np.random.default_rng(0)
     start = Efficiencies.prior()
@@ -177,6 +178,33 @@ def test_doubt_is_less_where_both_plans_have_run():
     assert off_by_std(known, offsets, setup(4), seconds) > OFFSET_STD
 
 
+def test_a_machine_that_becomes_slower_makes_no_gain():
+    """Three plans take the same. One ran, another runs while everything becomes slower by a third,
+    little by little: neither the one that ran before nor one that never ran looks faster."""
+    known, offsets = Efficiencies.prior(), Offsets()
+    right = sum(modelled(Efficiencies.prior(), 3.0, 0.2).values())
+    for step in range(320):
+        tp, slower = (1, 1.0) if step < 20 else (2, 1.3 ** ((step - 20) / 300))
+        expected = {c: s * offsets.factor(setup(tp)) for c, s in modelled(known, 3.0, 0.2).items()}
+        known, offsets = observe_setup(known, offsets, setup(tp), expected, slower * right, 0.05)
+
+    def one(tp: int) -> Priced:
+        seconds = {c: s * offsets.factor(setup(tp)) for c, s in modelled(known, 3.0, 0.2).items()}
+        total = sum(seconds.values())
+        stage = StagePrice(seconds=total, seconds_by_class=seconds)
+        price = PlanPrice(
+            step_s=total, stages={ACTOR_TRAIN: stage}, device_bytes={}, limit_bytes=1.0
+        )
+        return Priced(plan=PLANS[tp], price=price)
+
+    now = one(2)
+    for other in (one(1), one(4)):
+        gain_s = now.price.step_s - other.price.step_s
+        assert gain_s < doubt_s(known, offsets, now, other)
+        assert gain_s < 0.02 * now.price.step_s
+    assert offsets.std < 1.2 * OFFSET_STD
+
+
 def test_only_so_many_setups_are_remembered():
     known, offsets = Efficiencies.prior(), Offsets()
     choice = PLANS[1].choices[ACTOR_TRAIN]
@@ -189,8 +217,9 @@ def test_only_so_many_setups_are_remembered():
         for i in range(MOST_SETUPS + 5)
     ]
     for one in made:
-        known, offsets = observe_setup(known, offsets, one, {GEMM: 1.0}, 1.1, 0.05)
-    assert offsets.setups == tuple(made[5:])
+        for seen in (one, made[0]):  # the first one runs on
+            known, offsets = observe_setup(known, offsets, seen, {GEMM: 1.0}, 1.1, 0.05)
+    assert offsets.setups == (*made[6:], made[0])
     assert offsets.own.shape == (MOST_SETUPS, MOST_SETUPS) and len(offsets.values) == MOST_SETUPS
     whole = np.block([[known.covariance, offsets.cross], [offsets.cross.T, offsets.own]])
     assert np.linalg.eigvalsh((whole + whole.T) / 2).min() > -1e-12

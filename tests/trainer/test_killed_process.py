@@ -218,11 +218,16 @@ def test_a_device_that_is_full_in_one_process_alone(
     job = spanning_job(nereus, tmp_path / "run", controlled=True)
     job.check_ended(0, 1)
     said = job.slots[0].stderr
-    assert "world 2: slots 0, 1" in said and "one process had no memory for step 3" in said
+    assert "world 2: slots 0, 1" in said and "one process had no memory for a step" in said
     told = [d for d in nereus.rows(job.workdir, "decisions") if "out_of_memory" in d["trigger"]]
     assert len(told) == 1 and told[0]["step"] == 3
     assert told[0]["verdict"] == "urgent" and told[0]["target"] != told[0]["plan"]
-    assert not (job.workdir / "device_full.json").exists()
+    # The step that had no memory is made again under the other plan, not under the old one.
+    rows = nereus.rows(job.workdir, "metrics")
+    order = [("move" if "transition_s" in row else "step", row["step"]) for row in rows]
+    assert order.index(("move", 3)) < order.index(("step", 3))
+    notes = [json.loads(x) for x in (job.workdir / "device_full.jsonl").read_text().splitlines()]
+    assert [note["step"] for note in notes] == [3] and notes[0]["plan"] == told[0]["plan"]
 
 
 @pytest.mark.slow
