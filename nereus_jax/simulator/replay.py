@@ -102,7 +102,7 @@ class Replay:
             step_s=recording.mean_step_s,
         )
         every = recording.config.checkpoint.every
-        emulated = recording.config.emulated_devices > 0
+        emulated = problem.hardware.name == CPU_EMULATED
         return Scenario(
             cluster=cluster,
             trace=trace,

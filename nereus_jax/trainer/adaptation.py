@@ -53,6 +53,7 @@ from nereus_jax.core.execution_plan import ExecutionPlan
 from nereus_jax.core.hardware import Hardware
 from nereus_jax.planning.calibration import Efficiencies
 from nereus_jax.planning.calibration_record import load_efficiencies, software_versions
+from nereus_jax.planning.hardware import CPU_EMULATED
 from nereus_jax.planning.transition_inputs import TransitionBudget
 from nereus_jax.rl.rollout import Rollout
 from nereus_jax.runtime import host
@@ -374,7 +375,8 @@ def make_adaptation(job: Job, hardware: Hardware, sources: PoolSources) -> Adapt
     """
     config = job.config
     policy = parse_policy(config.control.policy)
-    prior, emulated = Efficiencies.prior(), config.emulated_devices > 0
+    # Emulated devices may be priced as others (`transition.hardware`): then they stand for those.
+    prior, emulated = Efficiencies.prior(), hardware.name == CPU_EMULATED
     trace: Sequence[TraceEvent] = ()
     with host.together():
         if config.calibration.file:

@@ -78,9 +78,9 @@ def tell_of_notes(session: Session, step: int) -> None:
             rooms.append(room_tokens)
         elif plan not in failed:
             failed.append(plan)
-    if failed and adaptation.state is not None:
+    if (rooms or failed) and adaptation.state is not None:
         state = adaptation.state
-        adaptation.state = dataclasses.replace(state, failed=(*state.failed, *failed))
+        adaptation.state = dataclasses.replace(state, step=step, failed=(*state.failed, *failed))
     if rooms and listens(session):
         session.outputs.message(
             "one process had no memory for a step: the controller looks for a plan that has"
