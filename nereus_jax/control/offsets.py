@@ -79,9 +79,8 @@ class Offsets:
 
     def factor(self, setup: StageSetup) -> float:
         """Of modelled seconds; 1 for what has not run."""
-        if setup not in self._places:
-            return 1.0
-        return math.exp(float(self.values[self._places[setup]]))
+        place = self.place(setup)
+        return 1.0 if place is None else math.exp(float(self.values[place]))
 
     def factors(self, plan: ExecutionPlan) -> dict[ModelStage, float]:
         """Of every model-stage of a plan."""
@@ -97,8 +96,8 @@ class Offsets:
 
     def with_last(self, setup: StageSetup) -> "Offsets":
         """With a setup as the last one; where it is new, nothing is known of it yet."""
-        if setup in self._places:
-            place = self._places[setup]
+        place = self.place(setup)
+        if place is not None:
             order = [i for i in range(len(self.setups)) if i != place] + [place]
             return dataclasses.replace(
                 self,

@@ -92,10 +92,11 @@ def tell_of_notes(session: Session, step: int) -> None:
 
 def _notes(text: str, config: RunConfig, step: int) -> Iterator[tuple[ExecutionPlan, int]]:
     """The plan and the room of each note that is of this configuration and still counts."""
+    digest = _digest(config)
     for line in text.splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):
             note: dict[str, Any] = json.loads(line)
-            if note["config"] == _digest(config) and int(note["step"]) >= step:
+            if note["config"] == digest and int(note["step"]) >= step:
                 yield parse_plan(note["plan"]), int(note["room_tokens"])
 
 
